@@ -286,7 +286,8 @@ def train(args: Args) -> np.ndarray:
     agent = ActorCritic(envs.single_observation_space, envs.single_action_space, args).to(device)
     critic = [p for name, p in agent.named_parameters() if name.startswith("critic")]
     actor = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
-    optimizer = torch.optim.Adam([{"params": actor}, {"params": critic}], eps=args.adam_eps, fused=True)
+    groups, on_cuda = [{"params": actor}, {"params": critic}], device.type == "cuda"
+    optimizer = torch.optim.Adam(groups, eps=args.adam_eps, fused=True, capturable=on_cuda)
     learning_rates = args.learning_rate, args.learning_rate if args.critic_lr is None else args.critic_lr
     for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
         group["lr"] = torch.tensor(learning_rate, device=device)  # a tensor can change in a CUDA graph
@@ -325,7 +326,7 @@ def train(args: Args) -> np.ndarray:
             }  # fmt: skip
 
     if args.compile:
-        update = CudaGraph(update) if device.type == "cuda" else torch.compile(update)
+        update = CudaGraph(update) if on_cuda else torch.compile(update)
     zeros = np.zeros(args.num_envs)
     storage = Storage(
         args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=greedy(obs, info),
@@ -401,7 +402,7 @@ def run_folder(path: str) -> Path:
         if (folder / "args.json").is_file():
             return folder
     raise UsageError(
-        f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131-1200"
+        f"{path} is no run: give a folder with args.json, like runs/CartPole-v1/ppo/1-20270131-12"
     )
 
 
@@ -512,8 +513,9 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         kwargs[limit] = frames * args.max_episode_steps
 
     def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # in a worker of async_envs; the parent decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))
 
     try:
@@ -657,6 +659,7 @@ class CudaGraph:
         return {name: x.clone() for name, x in self.metrics.items()}
 
 
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
 EVALUATION_SEED = 10_000_000
 
 
@@ -794,9 +797,7 @@ class Run:
         self.started_at = self.row_time = self.print_time = time.perf_counter()
         self.handlers = {}
         if threading.current_thread() is threading.main_thread():
-            for name in ("SIGINT", "SIGTERM", "SIGUSR1"):
-                if number := getattr(signal, name, None):
-                    self.handlers[number] = signal.signal(number, self.catch)
+            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
 
     def catch(self, number: int, frame) -> None:
         """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
@@ -826,7 +827,8 @@ class Run:
 
     def load(self, path: Path) -> None:
         try:
-            state = torch.load(path, map_location="cpu", weights_only=True)
+            device = next(self.agent.parameters()).device
+            state = torch.load(path, map_location=device, weights_only=True)
             for name in state:
                 self.parts[name].load_state_dict(state[name])
         except (OSError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
@@ -857,8 +859,9 @@ class Run:
 
     def evaluate(self, policy) -> None:
         """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
-        film = self.folder / "videos" / f"{self.env_steps}{'-evaluate' if self.args.evaluate else ''}.mp4"
-        scores = evaluate(self.args, policy, film if self.args.capture_video else None, lambda: self.signal)
+        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
+        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
+        scores = evaluate(self.args, policy, video, lambda: self.signal)
         if scores is None:
             return
         self.evaluated_at, self.returns = self.env_steps, scores["returns"]
@@ -882,11 +885,9 @@ class Run:
             self.evaluate(policy)
             for episode, return_ in enumerate(self.returns, start=1):
                 print(f"episode {episode} return {return_:.1f}")
-            r = self.returns
-            print(
-                f"return mean {r.mean():.1f} std {r.std():.1f} min {r.min():.1f} max {r.max():.1f}", end=" "
-            )
-            print(f"over {len(r)} episodes")
+            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
+            over = f"over {len(self.returns)} episodes"
+            print(f"return mean {mean:.1f} std {std:.1f} min {low:.1f} max {high:.1f} {over}")
             return False
         due = lambda every, last: every and self.env_steps // every > last // every
         if self.started:
@@ -896,11 +897,8 @@ class Run:
         finished = self.env_steps >= args.total_timesteps
         if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
             self.evaluate(policy)
-            if (
-                args.stop_return is not None
-                and self.row.get("eval/return_mean", -math.inf) >= args.stop_return
-            ):
-                finished = True
+            if args.stop_return is not None and self.evaluated_at == self.env_steps:
+                finished = finished or self.returns.mean() >= args.stop_return
         save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
@@ -923,7 +921,7 @@ class Run:
 
     def write_row(self) -> None:
         """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
-        if not self.row:
+        if not self.row or self.env_steps == self.logged_at:
             return
         step, now = self.env_steps, time.perf_counter()
         if self.episodes:
