@@ -4,7 +4,7 @@ steps on each rollout, with a clipped objective that keeps the policy close to t
     ratio      r_t = pi(a_t | s_t) / pi_old(a_t | s_t)
     policy     L_CLIP = E[min(r_t A_t, clip(r_t, 1 - eps, 1 + eps) A_t)]                               (eq. 7)
     total      L = L_CLIP - c_1 (V(s_t) - R_t)^2 + c_2 entropy(pi)                                     (eq. 9)
-    advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t)  (eq. 11-12)
+    advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t) (eq. 11-12)
 
 Differences from the paper:
  1. Advantages are normalized in each minibatch, and the gradient is clipped by its global norm.
@@ -24,24 +24,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib
-import csv
-import importlib.util
-import io
-import json
-import math
-import multiprocessing
-import os
-import pickle
-import platform
-import random
-import re
-import shutil
-import signal
-import subprocess
-import sys
-import threading
-import time
+import contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, pickle, random, re
+import shutil, signal, subprocess, sys, threading, time
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -170,7 +154,7 @@ class CategoricalHead(nn.Module):
     def mask(self, info, num_envs):
         """Legal actions (num_envs, K, N): info["action_mask"] lists them choice by choice. None: all are."""
         if "action_mask" not in info:
-            return np.broadcast_to(self.exists, (num_envs, *self.exists.shape)) if self.ragged else None
+            return np.tile(self.exists, (num_envs, 1, 1)) if self.ragged else None
         mask = np.zeros((num_envs, *self.exists.shape), dtype=bool)
         mask[:, self.exists] = info["action_mask"]
         return mask
@@ -248,8 +232,8 @@ class ActorCritic(nn.Module):
 def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16; PPO eq. 11, 12).
 
-    All inputs and the result are (num_steps, num_envs). next_values[t] is V of the true successor of step t, also
-    of a final observation. A termination ends the return, a truncation only the recursion.
+    All inputs and the result are (num_steps, num_envs). next_values[t] is V of the true successor of step t,
+    also of a final observation. A termination ends the return, a truncation only the recursion.
     """
     td_error = rewards + gamma * (1 - terminated) * next_values - values
     decay = gamma * gae_lambda * (1 - done)
@@ -401,9 +385,7 @@ def run_folder(path: str) -> Path:
     for folder in (Path(path), *Path(path).parents):
         if (folder / "args.json").is_file():
             return folder
-    raise UsageError(
-        f"{path} is no run: give a folder with args.json, like runs/CartPole-v1/ppo/1-20270131-12"
-    )
+    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
 
 
 def env_family(env_id: str) -> str:
@@ -470,7 +452,7 @@ def is_image(space: gym.Space) -> bool:
 
 def standardize(env: gym.Env) -> gym.Env:
     """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
-    or MultiDiscrete from 0, or a flat Box whose bounded dimensions are [-1, 1]; what exceeds them is clipped."""
+    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
     name, space, actions = env.spec.id, env.observation_space, env.action_space
     parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
     if any(map(is_image, parts)):
@@ -491,7 +473,8 @@ def standardize(env: gym.Env) -> gym.Env:
     if isinstance(actions, Box):
         low, high = actions.low.ravel(), actions.high.ravel()
         bounded = np.isfinite(low) & np.isfinite(high)
-        center, scale = np.where(bounded, (low + high) / 2, 0), np.where(bounded, (high - low) / 2, 1)
+        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # other dimensions stay as they are
+        center, scale = (left + right) / 2, (right - left) / 2
         unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
         convert = lambda a: np.clip(center + scale * a, low, high)
     elif isinstance(actions, (Discrete, MultiDiscrete)):
@@ -607,7 +590,7 @@ class RunningNorm(nn.Module):
 
     def update(self, x: torch.Tensor) -> None:
         """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
-        var, mean = torch.var_mean(x, dim=0, correction=0)
+        var, mean = torch.var_mean(x.float(), dim=0, correction=0)
         self.count += len(x)
         share, delta = len(x) / self.count, mean - self.mean
         self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
