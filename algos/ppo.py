@@ -473,7 +473,7 @@ def standardize(env: gym.Env) -> gym.Env:
     if isinstance(actions, Box):
         low, high = actions.low.ravel(), actions.high.ravel()
         bounded = np.isfinite(low) & np.isfinite(high)
-        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # other dimensions stay as they are
+        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
         center, scale = (left + right) / 2, (right - left) / 2
         unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
         convert = lambda a: np.clip(center + scale * a, low, high)
