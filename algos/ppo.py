@@ -37,7 +37,8 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
@@ -251,11 +252,18 @@ def policy_loss(log_prob, old_log_prob, advantage, clip_coef):
 
 def value_loss(value, old_value, return_, clip_coef=None):
     """Half the mean squared error (B,); with clip_coef at least that of the value kept near the old one."""
-    error = (value - return_).square()
-    if clip_coef is not None:
-        near_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
-        error = torch.maximum(error, (near_value - return_).square())
-    return 0.5 * error.mean()
+    if clip_coef is None:
+        return 0.5 * F.mse_loss(value, return_)
+    near_value = old_value + (value - old_value).clamp(-clip_coef, clip_coef)
+    return 0.5 * torch.maximum((value - return_).square(), (near_value - return_).square()).mean()
+
+
+def policy_change(log_prob, old_log_prob, clip_coef):
+    """KL(old || new), estimated without bias and never negative, and the share of ratios that are clipped."""
+    log_ratio = log_prob - old_log_prob
+    ratio = log_ratio.exp()
+    kl = (ratio - 1 - log_ratio).mean()  # k3 of Schulman 2020, "Approximating KL divergence"
+    return {"policy/kl": kl, "policy/clip_fraction": ((ratio - 1).abs() > clip_coef).float().mean()}
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -270,12 +278,11 @@ def train(args: Args) -> np.ndarray:
     agent = ActorCritic(envs.single_observation_space, envs.single_action_space, args).to(device)
     critic = [p for name, p in agent.named_parameters() if name.startswith("critic")]
     actor = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
-    groups, on_cuda = [{"params": actor}, {"params": critic}], device.type == "cuda"
-    optimizer = torch.optim.Adam(groups, eps=args.adam_eps, fused=True, capturable=on_cuda)
-    learning_rates = args.learning_rate, args.learning_rate if args.critic_lr is None else args.critic_lr
-    for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
-        group["lr"] = torch.tensor(learning_rate, device=device)  # a tensor can change in a CUDA graph
-    reward_norm = RewardNorm(args.gamma)
+    groups, learning_rates = [{"params": actor + critic}], [args.learning_rate]
+    if args.critic_lr is not None:
+        groups, learning_rates = [{"params": actor}, {"params": critic}], [args.learning_rate, args.critic_lr]
+    optimizer = torch.optim.Adam(groups, eps=args.adam_eps, fused=True)
+    reward_norm = RewardNorm(args.gamma).to(device)
 
     @torch.inference_mode()
     def greedy(obs, info):
@@ -292,31 +299,33 @@ def train(args: Args) -> np.ndarray:
         loss_policy = policy_loss(log_prob, batch["log_prob"], advantage, args.clip_coef)
         clip_value = args.clip_coef if args.clip_value else None
         loss_value = value_loss(value, batch["value"], batch["return"], clip_value)
-        loss = loss_policy + args.value_coef * loss_value - args.entropy_coef * entropy.mean()
+        loss = loss_policy + args.value_coef * loss_value
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * entropy.mean()
         optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(actor + critic, args.max_grad_norm or math.inf)
         optimizer.step()
-        with torch.no_grad():
-            log_ratio = log_prob - batch["log_prob"]
-            ratio = log_ratio.exp()
-            return {
-                "loss/policy": loss_policy.detach(), "loss/value": loss_value.detach(),
-                "loss/total": loss.detach(), "grad/norm": grad_norm,
-                "grad/norm_clipped": grad_norm.clamp(max=args.max_grad_norm or math.inf),
-                "policy/entropy": entropy.mean(), "policy/log_prob": log_prob.mean(),
-                "policy/kl": (ratio - 1 - log_ratio).mean(),  # unbiased, never negative (Schulman 2020, blog)
-                "policy/clip_fraction": ((ratio - 1).abs() > args.clip_coef).float().mean(),
-            }  # fmt: skip
+        losses = {"loss/policy": loss_policy, "loss/value": loss_value, "loss/total": loss}
+        return {"grad/norm": grad_norm} | {name: value.detach() for name, value in losses.items()}
+
+    @torch.no_grad()
+    def measure(batch):
+        """What the updates made of the policy, over the whole rollout."""
+        log_prob, entropy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
+        change = policy_change(log_prob, batch["log_prob"], args.clip_coef)
+        return change | {"policy/entropy": entropy.mean(), "policy/log_prob": log_prob.mean()}
 
     if args.compile:
-        update = CudaGraph(update) if on_cuda else torch.compile(update)
+        update = CudaGraph(update) if device.type == "cuda" else torch.compile(update)
     zeros = np.zeros(args.num_envs)
     storage = Storage(
         args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=greedy(obs, info),
         next_obs=obs, reward=zeros, terminated=zeros, done=zeros,
     )  # fmt: skip
     run = Run(args, agent, optimizer=optimizer, reward_norm=reward_norm)
+    for group in optimizer.param_groups:  # a learning rate in a tensor can change inside a CUDA graph
+        group.update(lr=torch.zeros((), device=device), capturable=args.compile and device.type == "cuda")
     while run.proceed(greedy):
         if run.new_segment:
             envs, obs, info = start_segment(args, run.env_steps, envs)
@@ -360,17 +369,19 @@ def train(args: Args) -> np.ndarray:
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size, device=device).split(batch_size // minibatches):
                 steps.append(update({name: column[rows] for name, column in batch.items()}))
-            if args.target_kl is not None and steps[-1]["policy/kl"] > args.target_kl:
+            if args.target_kl is not None and measure(batch)["policy/kl"] > args.target_kl:
                 break
         if args.normalize_obs:  # only now, so that the ratio compares policies under the same normalizer
             agent.obs_norm.update(batch["obs"])
 
         # Log
-        run.log({name: torch.stack([metrics[name] for metrics in steps]).mean() for name in steps[0]})
+        metrics = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
+        metrics["grad/norm_clipped"] = metrics["grad/norm"].clamp(max=args.max_grad_norm or math.inf)
+        run.log({name: values.mean() for name, values in metrics.items()} | measure(batch))
         run.log({"reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max()})
         explained_variance = 1 - advantage.var() / (advantage + value).var().clamp(min=1e-8)
         run.log({"value/explained_variance": explained_variance})
-        run.log({"schedule/learning_rate": learning_rates[0] * fraction_left})
+        run.log({"schedule/learning_rate": args.learning_rate * fraction_left})
     envs.close()
     return run.close()
 
@@ -401,16 +412,20 @@ def parse_args(argv: list[str] | None = None) -> Args:
     words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
     early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
     if run := early.get("--resume") or early.get("--evaluate"):
-        defaults = json.loads((run_folder(run) / "args.json").read_text()) | {"resume": "", "evaluate": ""}
-        defaults = {name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()}
+        saved = run_folder(run) / "args.json"
+        try:
+            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
+            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
+        except (TypeError, json.JSONDecodeError) as error:
+            raise UsageError(f"{saved} is not of this script: {error}") from None
     else:
         env_id = early.get("--env-id", Args.env_id)
-        defaults = TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {})
+        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
     message = io.StringIO()
     try:
         with contextlib.redirect_stderr(message):
             summary = __doc__.partition("\n\n")[0]
-            return tyro.cli(Args, args=argv, default=Args(**defaults), description=summary)
+            return tyro.cli(Args, args=argv, default=defaults, description=summary)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
@@ -457,7 +472,7 @@ def standardize(env: gym.Env) -> gym.Env:
     parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
     if any(map(is_image, parts)):
         raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
-    if not space.is_np_flattenable:
+    if isinstance(space, Text) or not space.is_np_flattenable:
         raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
     if not is_image(space):
         if not isinstance(space, Box) or len(space.shape) != 1:
