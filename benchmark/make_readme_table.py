@@ -1,0 +1,130 @@
+"""Writes the table of algorithms in README.md, between two comments that mark its place, from data.
+
+    python benchmark/make_readme_table.py            # after benchmark/run.py, speed.py or a change in algos/
+    python benchmark/make_readme_table.py --check    # exit code 1 if README.md is out of date
+
+Name and paper come from the docstring of each script, results and speed from benchmark/results.
+"""
+
+import argparse
+import ast
+import csv
+import re
+import statistics
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+from run import ROOT, slug
+from speed import OURS, TASKS
+from suites import SUITES
+
+START, END = "<!-- table:start -->", "<!-- table:end -->"
+NOTE = """
+Result: mean return over seeds of 100 greedy episodes with the last policy (steps of training, seeds);
+✓ reaches the bar of `benchmark/suites.py`, ✗ does not. Speed: our environment steps per second over those of
+Stable-Baselines3 at equal settings, median of paired runs on a CPU (`benchmark/README.md`).
+""".strip()
+
+
+def rows_of(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def name_and_paper(script: Path) -> tuple[str, str]:
+    """From a docstring that begins `Name of the Algorithm (Authors year, arXiv 1234.56789): ...`."""
+    found = re.match(
+        r"([^(]+) \(([^()]+)\)", ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    )
+    if not found:
+        sys.exit(
+            f"make_readme_table.py: {script} has no docstring that begins `Name (authors, year, arXiv id)`"
+        )
+    paper = re.sub(r"arXiv (\S+)", r"[arXiv \1](https://arxiv.org/abs/\1)", " ".join(found[2].split()))
+    return " ".join(found[1].split()), paper
+
+
+def steps(count: int) -> str:
+    return f"{count / 1e6:g}M" if count >= 1e6 else f"{count / 1e3:g}k"
+
+
+def results(algo: str, folder: Path) -> str:
+    """Final evaluations of every cell that was measured, in the order of the suites."""
+    lines = []
+    for cell in (cell for name, suite in SUITES.items() for cell in suite if name != "smoke"):
+        scores = [
+            float(row["eval_return_mean"])
+            for row in rows_of(folder / f"{algo}__{slug(cell.env_id)}.csv")
+            if row["kind"] == "final" and row["total_timesteps"] == str(cell.steps)
+        ]
+        if cell.algo == algo and scores:
+            mean = statistics.mean(scores)
+            mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
+            seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
+            lines.append(f"{cell.env_id} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
+    return "<br>".join(lines) or "–"
+
+
+def speeds(algo: str, folder: Path) -> str:
+    """Median ratios to Stable-Baselines3, and seconds to solve CartPole-v1. Only ppo is compared so far."""
+    pairs = defaultdict(lambda: defaultdict(dict))
+    for row in rows_of(folder / "speed.csv") if algo == "ppo" else ():
+        key, pair = (row["kind"], row["task"], row["threads"]), int(row["pair"])
+        pairs[key][pair][row["library"]] = float(row["steps_per_second"] or row["seconds"])
+    lines = []
+    order = lambda item: (item[0][0] == "solve", list(TASKS).index(item[0][1]), item[0][2])
+    for (kind, task, threads), measured in sorted(pairs.items(), key=order):
+        middle = statistics.median(
+            pair[OURS] / next(speed for library, speed in pair.items() if library != OURS)
+            for pair in measured.values()
+        )
+        torch_threads = "" if threads == "0" else f", {threads} thread{'s' if threads != '1' else ''}"
+        if kind == "speed":
+            lines.append(f"{task} {middle:.1f}×{torch_threads}")
+        else:
+            seconds = statistics.median(pair[OURS] for pair in measured.values())
+            lines.append(f"{task} solved {seconds:.0f} s after the command")
+    return "<br>".join(lines) or "–"
+
+
+def table(folder: Path) -> str:
+    head = ("algorithm", "file", "paper", "lines", "result", "speed")
+    lines = [head, ("---",) * len(head)]
+    for script in sorted((ROOT / "algos").glob("*.py")):
+        name, paper = name_and_paper(script)
+        length = len(script.read_text(encoding="utf-8").splitlines())
+        link = f"[`algos/{script.name}`](algos/{script.name})"
+        row = (name, link, paper, str(length), results(script.stem, folder), speeds(script.stem, folder))
+        lines.append(row)
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--check", action="store_true", help="only say whether the table is up to date")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the two markers")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
+    args = parser.parse_args()
+    text = args.readme.read_text(encoding="utf-8")
+    before, start, rest = text.partition(START)
+    _, end, after = rest.partition(END)
+    if not (start and end):
+        print(f"{args.readme} lacks the lines {START} and {END}", file=sys.stderr)
+        return 2
+    new = f"{before}{START}\n{table(args.results)}\n\n{NOTE}\n{END}{after}"
+    if new == text:
+        return 0
+    if args.check:
+        print(f"{args.readme} is out of date: run python benchmark/make_readme_table.py", file=sys.stderr)
+        return 1
+    args.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

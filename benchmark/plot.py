@@ -1,0 +1,232 @@
+"""Draws learning curves of many seeds from benchmark/results, or every logged curve of one run.
+
+    python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
+    python benchmark/plot.py --run runs/CartPole-v1/ppo/1-20270131-120000
+
+Per environment: mean (solid) and interquartile mean (dashed) over seeds with 95% intervals of a stratified
+bootstrap, as Agarwal et al. 2021 (arXiv 2108.13264) recommend. The last panel joins all environments with
+a bar, on a scale where 0 is the untrained policy and 1 the bar.
+"""
+
+import argparse
+import csv
+import math
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+from suites import SUITES
+
+try:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+except ImportError:
+    sys.exit("plot.py needs a package that is missing: pip install matplotlib")
+
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9"]  # Okabe and Ito 2008
+STYLE = {
+    "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
+    "font.size": 10, "axes.titlesize": 11, "axes.formatter.use_mathtext": True, "legend.frameon": False,
+    "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.08, "savefig.dpi": 130,
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- statistics
+def mean(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Weighted mean over the runs: scores (..., runs), weights (runs,) -> (...)."""
+    return (scores * weights).sum(-1) / weights.sum()
+
+
+def iqm(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Interquartile mean, of the middle half of the weight: scores (..., runs), weights (runs,) -> (...).
+
+    A run that straddles a quartile counts with the part that lies inside, so any number of runs will do.
+    """
+    order = scores.argsort(-1)
+    share = (weights / weights.sum())[order]
+    upper = share.cumsum(-1)
+    inside = (np.minimum(upper, 0.75) - np.maximum(upper - share, 0.25)).clip(min=0)
+    return (np.take_along_axis(scores, order, -1) * inside).sum(-1) / inside.sum(-1)
+
+
+def stratified_bootstrap(strata, statistic, resamples=2000, level=0.95, seed=0):
+    """Estimate and percentile interval of a statistic, drawing runs with replacement in each stratum alone.
+
+    strata is a list of arrays (runs, points), one per environment; each environment weighs the same, whatever
+    its number of runs. Returns estimate, lower and upper bound, (points,) each.
+    """
+    weights = np.concatenate([np.full(len(runs), 1 / len(runs)) for runs in strata])
+    rng = np.random.default_rng(seed)
+    draws = np.empty((resamples, strata[0].shape[1]))
+    for i in range(resamples):
+        drawn = [runs[rng.integers(len(runs), size=len(runs))] for runs in strata]
+        draws[i] = statistic(np.concatenate(drawn).T, weights)
+    lower, upper = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+    return statistic(np.concatenate(strata).T, weights), lower, upper
+
+
+# --------------------------------------------------------------------------------------- curves of many seeds
+def read_curves(files: list[Path]) -> dict:
+    """{(env_id, algo, total_timesteps): [(steps, returns) of each seed]} from CSVs of benchmark/run.py."""
+    runs = defaultdict(list)
+    for path in files:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["kind"] == "curve":
+                    key = row["env_id"], row["algo"], int(row["total_timesteps"])
+                    runs[(*key, int(row["seed"]))].append((int(row["step"]), float(row["eval_return_mean"])))
+    curves = defaultdict(list)
+    for (*key, _), points in sorted(runs.items()):
+        curves[tuple(key)].append(tuple(map(np.array, zip(*sorted(points), strict=True))))
+    return curves
+
+
+def on_one_grid(seeds: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
+    """Steps (points,) up to where all seeds came, and returns (seeds, points), interpolated if need be."""
+    end = min(steps[-1] for steps, _ in seeds)
+    grid = np.unique(np.concatenate([steps for steps, _ in seeds]))
+    grid = grid[grid <= end]
+    return grid, np.stack([np.interp(grid, steps, returns) for steps, returns in seeds])
+
+
+def find_bar(env_id: str, algo: str, total: int) -> float | None:
+    cells = [cell for suite in SUITES.values() for cell in suite]
+    return next((c.bar for c in cells if (c.env_id, c.algo, c.steps) == (env_id, algo, total)), None)
+
+
+def steps_label(value: float, _=None) -> str:
+    for unit, name in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:g}{name}"
+    return f"{value:g}"
+
+
+def make_panels(count: int, width: float, height: float):
+    """A figure with count panels of this size (inches) in rows of up to four."""
+    columns = count if count <= 3 else min(4, math.ceil(count / 2))
+    rows = math.ceil(count / columns)
+    size = (width * columns + 0.6, height * rows + 0.5)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=size)
+    for axes in grid.flat[count:]:
+        axes.remove()
+    return figure, list(grid.flat[:count])
+
+
+def draw(axes, x, strata, label: str, colour: str) -> None:
+    for statistic, dashes in ((mean, "-"), (iqm, "--")):
+        estimate, lower, upper = stratified_bootstrap(strata, statistic)
+        name = {mean: "mean", iqm: "IQM"}[statistic]
+        axes.plot(x, estimate, dashes, color=colour, linewidth=1.6, label=f"{label}, {name}")
+        axes.fill_between(
+            x, lower, upper, color=colour, alpha=0.18 if statistic is mean else 0.1, linewidth=0
+        )
+
+
+def draw_results(files: list[Path], out: Path) -> None:
+    """One panel per (environment, length), and one over all environments with a bar if there are two."""
+    curves = read_curves(files)
+    if not curves:
+        sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
+    panels, joint = sorted({(env, total) for env, _, total in curves}), defaultdict(list)
+    algos = sorted({algo for _, algo, _ in curves})
+    colour = {algo: COLOURS[i % len(COLOURS)] for i, algo in enumerate(algos)}
+    share = np.linspace(0, 1, 51)
+    for (env_id, algo, total), seeds in sorted(curves.items()):
+        steps, returns = on_one_grid(seeds)
+        bar, start = find_bar(env_id, algo, total), returns[:, 0].mean()
+        if bar is not None and steps[0] == 0 and bar != start:
+            score = (returns - start) / (bar - start)
+            joint[algo].append(np.stack([np.interp(share, steps / steps[-1], run) for run in score]))
+    joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1}
+    count = len(panels) + bool(joint)
+    figure, panel = make_panels(count, 4.4, 3.3)
+    for axes, (env_id, total) in zip(panel, panels, strict=False):
+        for algo in algos:
+            if (env_id, algo, total) in curves:
+                steps, returns = on_one_grid(curves[env_id, algo, total])
+                draw(axes, steps, [returns], f"{algo} ({len(returns)} seeds)", colour[algo])
+                if (bar := find_bar(env_id, algo, total)) is not None:
+                    axes.axhline(bar, color=colour[algo], linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
+        axes.set(title=env_id, xlabel="environment steps", ylabel="return of the evaluation")
+        axes.xaxis.set_major_formatter(steps_label)
+        axes.legend(fontsize=8)
+    if joint:
+        axes = panel[-1]
+        for algo, strata in joint.items():
+            draw(axes, share, strata, f"{algo} ({len(strata)} environments)", colour[algo])
+        axes.axhline(1, color="black", linestyle=":", linewidth=1.3, label="bar")
+        axes.set(title="All environments with a bar", xlabel="share of the training")
+        axes.set_ylabel("0: untrained, 1: bar")
+        axes.legend(fontsize=8)
+    title = "Greedy evaluation during training", "95% bootstrap intervals over seeds"
+    figure.suptitle((", " if count > 1 else "\n").join(title), fontsize=12)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(out)
+    plt.close(figure)
+    print(out)
+
+
+# ------------------------------------------------------------------------------------------ curves of one run
+def draw_run(run: Path) -> list[Path]:
+    """Writes RUN/plots/{family}.png: a panel for each column of progress.csv that starts with family/."""
+    table = run / "progress.csv"
+    if not table.is_file():
+        sys.exit(f"plot.py: {run} has no progress.csv: give the folder of a run")
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    families = defaultdict(dict)
+    for name in rows[0] if rows else ():
+        points = [(int(row["step"]), float(row[name])) for row in rows if row[name] not in ("", None)]
+        if "/" in name and points:
+            families[name.partition("/")[0]][name.partition("/")[2]] = np.array(points).T
+    if not families:
+        sys.exit(f"plot.py: {table} has no logged value yet")
+    (run / "plots").mkdir(exist_ok=True)
+    written = []
+    for family, metrics in families.items():
+        figure, panel = make_panels(len(metrics), 4.0, 2.7)
+        for axes, (name, (steps, values)) in zip(panel, metrics.items(), strict=True):
+            window = len(values) // 50  # smooth long curves so that the eye finds the trend
+            axes.plot(
+                steps, values, color=COLOURS[0], linewidth=1 if window > 1 else 1.4,
+                alpha=0.35 if window > 1 else 1, marker="." if len(values) < 30 else None,
+            )  # fmt: skip
+            if window > 1:
+                smooth = np.convolve(values, np.full(window, 1 / window), mode="valid")
+                middle = np.convolve(steps, np.full(window, 1 / window), mode="valid")
+                axes.plot(middle, smooth, color=COLOURS[0], linewidth=1.6)
+            axes.set(title=name, xlabel="environment steps")
+            axes.xaxis.set_major_formatter(steps_label)
+            axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+            if np.ptp(values) == 0:  # else the axis shows the digits of nothing
+                axes.set_ylim(values[0] - 1, values[0] + 1)
+        figure.suptitle(f"{family} · {run.resolve().name}", fontsize=12)
+        written.append(run / "plots" / f"{family}.png")
+        figure.savefig(written[-1])
+        plt.close(figure)
+        print(written[-1])
+    return written
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
+    parser.add_argument("--out", type=Path, help="picture to write (.png, .svg, .pdf); goes with --results")
+    parser.add_argument("--run", type=Path, help="run folder: draws all of its progress.csv into RUN/plots")
+    args = parser.parse_args()
+    if bool(args.results) == bool(args.run) or bool(args.results) != bool(args.out):
+        parser.error("give either --results FILES --out PICTURE or --run FOLDER")
+    plt.rcParams.update(STYLE)
+    if args.run:
+        draw_run(args.run)
+    else:
+        draw_results(args.results, args.out)
+
+
+if __name__ == "__main__":
+    main()

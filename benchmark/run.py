@@ -1,0 +1,317 @@
+"""Trains the cells of a suite, each seed in its own process, and writes what came out as tidy CSV files.
+
+    python benchmark/run.py --suite ppo --jobs 2
+
+What is done is skipped and what was cut short goes on, so the command may be killed and given again at any
+time. Columns, files and traps: benchmark/README.md.
+"""
+
+import argparse
+import contextlib
+import csv
+import importlib
+import json
+import os
+import platform
+import re
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+
+from suites import SUITES, Cell
+
+try:
+    import fcntl
+except ImportError:  # Windows: two copies of this program must not share a run folder
+    fcntl = None
+
+ROOT = Path(__file__).resolve().parents[1]
+COLUMNS = """
+    algo env_id total_timesteps seed kind step eval_episodes eval_return_mean eval_return_std eval_return_min
+    eval_return_max wall_time steps_per_second python torch gymnasium numpy device cpu cores git_commit
+    command
+""".split()
+FINAL = re.compile(r"return mean (\S+) std (\S+) min (\S+) max (\S+) over (\d+) episodes")
+STOP, CHILDREN = threading.Event(), set()
+
+
+class Failed(Exception):
+    """One seed could not be trained or evaluated; the others go on."""
+
+
+def slug(env_id: str) -> str:
+    return re.sub("[/:]", "-", env_id)
+
+
+def shown(path: Path) -> str:
+    """The path as one would type it in the project's folder."""
+    return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def commit() -> str:
+    """The commit that is checked out, with "+changes" if algos/ differs from it; empty without git."""
+    git = lambda *words: subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    if not shutil.which("git"):
+        return ""
+    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "algos") else "")
+
+
+# --------------------------------------------------------------------------------------------------- one seed
+@contextlib.contextmanager
+def exclusive(path: Path):
+    """Waits until no other process works on this seed. Yields the lock, which children inherit.
+
+    The training of a killed benchmark lives on and holds the lock, so a second start waits for it instead of
+    writing into the same folder.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        waiting = False
+        while fcntl:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if not waiting:
+                    print(f"{shown(path)}: still at work from an earlier start; waiting for it", flush=True)
+                waiting = True
+                if STOP.wait(0.2):
+                    raise Failed("stopped") from None
+        yield file
+
+
+def call(words: list[str], log: Path, lock) -> str:
+    """Runs python with these words from the project's folder. Returns and logs what it printed."""
+    if STOP.is_set():
+        raise Failed("stopped")
+    with log.open("a+") as file:
+        start = file.seek(0, os.SEEK_END)
+        keep = {"pass_fds": [lock.fileno()]} if fcntl else {}
+        child = subprocess.Popen(
+            [sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **keep
+        )
+        CHILDREN.add(child)
+        if STOP.is_set():  # came between the check above and this line
+            child.terminate()
+        code = child.wait()
+        CHILDREN.discard(child)
+        file.seek(start)
+        text = file.read()
+    if code:
+        last = text.strip().splitlines()[-1:] or ["it printed nothing"]
+        raise Failed(f"exit code {code}: {last[0]} (all of it: {shown(log)})")
+    return text
+
+
+def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dict]:
+    """Trains one seed, or goes on with it, plays the final evaluation, and returns the rows of the CSV.
+
+    Beside the run folder NAME lie NAME.log with all output and NAME.json with what is done already.
+    """
+    folder = runs / f"{cell.algo}__{slug(cell.env_id)}__{cell.steps}" / str(seed)
+    record_file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
+    command = [f"algos/{cell.algo}.py", "--env-id", cell.env_id, "--seed", str(seed)]
+    command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
+    with exclusive(folder.with_suffix(".lock")) as lock:
+        fresh = {"command": command, "commits": [], "trained": False, "final": {}}
+        record = json.loads(record_file.read_text()) if record_file.exists() else fresh
+        if record["command"] != command:
+            raise Failed(
+                f"{shown(folder)} was made by another command: move it away to run {' '.join(command)}"
+            )
+
+        def keep(**values) -> None:
+            part = record_file.with_suffix(".part")
+            part.write_text(json.dumps(record | values, indent=2))
+            part.replace(record_file)
+            record.update(values)
+
+        if not record["trained"]:
+            if record["commits"][-1:] != [commit()]:
+                keep(commits=[*record["commits"], commit()], cpu=cpu_name(), cores=os.cpu_count())
+            if (folder / "checkpoint.pt").exists():
+                call([command[0], "--resume", shown(folder)], log, lock)
+            else:  # killed before its first checkpoint, if it ever started
+                shutil.rmtree(folder, ignore_errors=True)
+                call(command, log, lock)
+            keep(trained=True)
+        if record["final"].get("eval_episodes") != str(final_episodes):
+            play = [command[0], "--evaluate", shown(folder), "--eval-episodes", str(final_episodes)]
+            score = FINAL.search(call(play, log, lock))
+            if not score:
+                raise Failed(f"its --evaluate printed no line `return mean ...` ({shown(log)})")
+            names = ("mean", "std", "min", "max")
+            values = {f"eval_return_{name}": score[i] for i, name in enumerate(names, start=1)}
+            keep(final=values | {"eval_episodes": score[5]})
+    return tidy_rows(cell, seed, folder, record)
+
+
+def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
+    """One row per evaluation of the training (kind: curve) and one for the final evaluation (kind: final)."""
+    environment = json.loads((folder / "environment.json").read_text())
+    same = dict(algo=cell.algo, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
+    same |= {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy", "device")}
+    same |= dict(cpu=record["cpu"], cores=record["cores"], git_commit=" ".join(record["commits"]))
+    same["command"] = " ".join(["python", *record["command"]])
+    rows, speeds, all_speeds = [], [], []
+    with (folder / "progress.csv").open(newline="") as file:
+        for line in csv.DictReader(file):
+            if line.get("speed/steps_per_second"):
+                speeds.append(float(line["speed/steps_per_second"]))
+                all_speeds.append(speeds[-1])
+            at = dict(step=line["step"], wall_time=line["wall_time"])
+            if line.get("eval/return_mean"):
+                scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
+                scores |= dict(kind="curve", eval_episodes=line["eval/episodes"])
+                speed = round(statistics.median(speeds), 1) if speeds else ""
+                rows.append(same | at | scores | {"steps_per_second": speed})
+                speeds = []
+    speed = round(statistics.median(all_speeds), 1) if all_speeds else ""
+    rows.append(same | at | {"kind": "final", "steps_per_second": speed} | record["final"])
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------- all seeds
+def run_local(jobs: list[tuple], workers: int):
+    """Yields (job, its rows or its Failed), as they come."""
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(run_seed, *job): job for job in jobs}
+        try:
+            for future in as_completed(futures):
+                error = future.exception()
+                if error and not isinstance(error, Failed):
+                    raise error
+                yield futures[future], error or future.result()
+        finally:  # Ctrl-C, SIGTERM: the trainings save and stop, the waiting ones never start
+            STOP.set()
+            for child in list(CHILDREN):
+                child.terminate()
+            pool.shutdown(cancel_futures=True)
+
+
+def run_ray(jobs: list[tuple], workers: int):
+    """As run_local on a Ray cluster (RAY_ADDRESS), whose machines share this folder, or on this machine."""
+    try:
+        ray = importlib.import_module("ray")
+    except ImportError:
+        sys.exit("run.py: --engine ray needs a package that is missing: pip install ray")
+    where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
+    here = str(Path(__file__).resolve().parent)
+    paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
+    ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False, **where)
+
+    def work(job):
+        program = importlib.import_module("run")
+        try:
+            return program.run_seed(Cell(*job[0]), *job[1:])
+        except program.Failed as error:
+            return str(error)
+
+    remote = ray.remote(num_cpus=1, max_retries=0)(work)
+    futures = {remote.remote((tuple(job[0]), *job[1:])): job for job in jobs}
+    try:
+        while futures:
+            (ready,), _ = ray.wait(list(futures), num_returns=1)
+            result = ray.get(ready)
+            yield futures.pop(ready), Failed(result) if isinstance(result, str) else result
+    finally:
+        ray.shutdown()
+
+
+def write_rows(rows: list[dict], results: Path) -> None:
+    """Puts the rows of one seed into {algo}__{env}.csv in place of its old ones; other seeds stay."""
+    results.mkdir(parents=True, exist_ok=True)
+    path = results / f"{rows[0]['algo']}__{slug(rows[0]['env_id'])}.csv"
+    same = lambda row: (int(row["total_timesteps"]), int(row["seed"]))
+    old = []
+    if path.exists():
+        with path.open(newline="") as file:
+            old = [row for row in csv.DictReader(file) if same(row) != same(rows[0])]
+    order = lambda row: (*same(row), row["kind"], int(row["step"]))
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(sorted(old + rows, key=order))
+    part.replace(path)
+
+
+def summary(finals: dict[Cell, list[float]]) -> str:
+    """The table cell | final mean over seeds | bar | reached."""
+    lines = [("cell", "seeds", "final mean ± std over seeds", "bar", "reached")]
+    for cell, means in finals.items():
+        mean = statistics.mean(means) if means else float("nan")
+        spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
+        bar, reached = (
+            ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if mean >= cell.bar else "no")
+        )
+        name = f"{cell.algo} {cell.env_id} {cell.steps:,}"
+        lines.append((name, str(len(means)), f"{mean:.1f}{spread}" if means else "-", bar, reached))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        " | ".join(x.ljust(width) for x, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def main() -> int:
+    algos = sorted({cell.algo for cells in SUITES.values() for cell in cells})
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--suite", required=True, choices=SUITES, help="the cells to run (benchmark/suites.py)"
+    )
+    parser.add_argument("--algos", nargs="+", choices=algos, help="only these algorithms of the suite")
+    parser.add_argument("--envs", nargs="+", help="only these environments of the suite")
+    parser.add_argument("--seeds", type=int, help="seeds 1 to N; default: what the suite says of each cell")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; more than cores is slower")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="who runs the processes")
+    parser.add_argument("--final-episodes", type=int, default=100, help="episodes of the final evaluation")
+    parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
+    args = parser.parse_args()
+    cells = [cell for cell in SUITES[args.suite] if cell.algo in (args.algos or algos)]
+    known = {cell.env_id for cell in cells}
+    if unknown := set(args.envs or ()) - known:
+        parser.error(f"--envs {' '.join(sorted(unknown))}: suite {args.suite} has {' '.join(sorted(known))}")
+    if min(args.jobs, args.final_episodes, 1 if args.seeds is None else args.seeds) < 1:
+        parser.error("--jobs, --seeds and --final-episodes must be at least 1")
+    cells = [cell for cell in cells if not args.envs or cell.env_id in args.envs]
+    seeds = lambda cell: range(1, (args.seeds or cell.seeds) + 1)
+    jobs = [(cell, seed, args.runs.resolve(), args.final_episodes) for cell in cells for seed in seeds(cell)]
+    finals, failed, start = {cell: [] for cell in cells}, 0, time.monotonic()
+    for (cell, seed, *_), rows in (run_ray if args.engine == "ray" else run_local)(jobs, args.jobs):
+        name = f"{cell.algo} {cell.env_id} seed {seed}"
+        if isinstance(rows, Failed):
+            failed += 1
+            print(f"{name}: FAILED: {rows}", file=sys.stderr, flush=True)
+            continue
+        write_rows(rows, args.results)
+        finals[cell].append(float(rows[-1]["eval_return_mean"]))
+        minutes = (time.monotonic() - start) / 60
+        print(f"{name}: final mean {finals[cell][-1]:.1f} ({minutes:.1f} min since the start)", flush=True)
+    print(summary(finals))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("run.py: stopped; the same command goes on from the last checkpoints")

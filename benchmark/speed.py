@@ -1,0 +1,276 @@
+"""Compares the speed of algos/ppo.py with Stable-Baselines3 (an optional package) at equal settings.
+
+    python benchmark/speed.py --tasks CartPole-v1 HalfCheetah-v5 ALE/Pong-v5 --pairs 5
+    python benchmark/speed.py --solve --pairs 5
+
+A machine drifts by tens of percent within minutes, so the two sides take turns, A B A B, each time in a new
+process, and what counts is the median of the ratios. Nothing else may run meanwhile. Rows go to
+benchmark/results/speed.csv.
+"""
+
+import argparse
+import csv
+import importlib
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from run import ROOT, commit, cpu_name
+
+OURS, PEER = "plainrl", "stable-baselines3"
+COLUMNS = """
+    kind task library pair steps_per_second seconds env_steps solved threads num_envs num_steps update_epochs
+    num_minibatches python torch gymnasium numpy library_version device cpu cores git_commit
+""".split()
+
+
+class Task(NamedTuple):
+    num_envs: int
+    num_steps: int
+    update_epochs: int
+    num_minibatches: int
+    window: int  # rollouts, each with its updates, that are timed
+    warmup: int  # rollouts before them
+    threads: int  # of torch; 0: torch decides
+
+
+# Networks: 64x64 tanh, actor and critic apart; on Pong the Nature CNN with 512 features, shared. Nothing but
+# advantages is normalized. HalfCheetah has the defaults of Stable-Baselines3: 10 epochs, minibatches of 64.
+# Pong: our environments are ale-py's, theirs make_atari_env with VecFrameStack; both have sticky actions.
+TASKS = {
+    "CartPole-v1": Task(4, 128, 4, 4, window=120, warmup=10, threads=1),
+    "HalfCheetah-v5": Task(1, 2048, 10, 32, window=6, warmup=2, threads=1),
+    "ALE/Pong-v5": Task(8, 128, 4, 4, window=6, warmup=2, threads=0),
+}
+SOLVE = dict(
+    env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
+)
+
+
+def call(words: list[str]) -> tuple[str, float]:
+    """Runs a command from the project's folder. Returns its output and the seconds from start to exit."""
+    # Both sides set the threads of torch themselves; the shell must not decide for one of them.
+    env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    start = time.perf_counter()
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
+    seconds = time.perf_counter() - start
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
+        sys.exit(f"speed.py: exit code {done.returncode} of {' '.join(words)[:200]}: {last}")
+    return done.stdout, seconds
+
+
+# ------------------------------------------------------------------------------------------------------- ours
+def run_ours(arguments: list[str], threads: int) -> tuple[list[dict], dict, float]:
+    """One training of algos/ppo.py: the rows of its progress.csv, its versions, its seconds in all."""
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, "algos/ppo.py", *arguments, "--torch-threads", str(threads)]
+        _, seconds = call([*words, "--device", "cpu", "--run-dir", f"{folder}/run"])
+        environment = json.loads(Path(folder, "run/environment.json").read_text())
+        with Path(folder, "run/progress.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))
+    versions = {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy")}
+    return rows, versions, seconds
+
+
+def speed_of_ours(env_id: str, task: Task) -> dict:
+    """Environment steps per second between two rows of progress.csv, logging included."""
+    batch, rollouts = task.num_envs * task.num_steps, task.warmup + task.window + 1
+    fields = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
+    words = ["--env-id", env_id, "--total-timesteps", str(rollouts * batch)]
+    for name in fields:
+        words += [f"--{name.replace('_', '-')}", str(getattr(task, name))]
+    words += ["--no-normalize-obs", "--no-normalize-reward", "--no-clip-value"]
+    if not env_id.startswith("ALE/"):
+        words += ["--hidden-sizes", "64", "64", "--activation", "tanh", "--no-shared-trunk"]
+    words += ["--eval-every", "0", "--eval-episodes", "1", "--checkpoint-every", "0"]
+    rows, versions, _ = run_ours(words, task.threads)
+    # One row per rollout. The last one has the final evaluation in its time, so the window ends before it.
+    first, last = rows[task.warmup - 1], rows[task.warmup + task.window - 1]
+    steps = int(last["step"]) - int(first["step"])
+    assert steps == task.window * batch, f"{steps} steps in a window of {task.window * batch}"
+    seconds = float(last["wall_time"]) - float(first["wall_time"])
+    return versions | dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=steps / seconds)
+
+
+def solve_ours(seed: int, threads: int) -> dict:
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
+    rows, versions, seconds = run_ours([*words, f"--seed={seed}"], threads)
+    solved = float(rows[-1]["eval/return_mean"]) >= SOLVE["stop_return"]
+    return versions | dict(env_steps=int(rows[-1]["step"]), seconds=round(seconds, 3), solved=solved)
+
+
+# ------------------------------------------------------------------------------------------ Stable-Baselines3
+def run_peer(python: str, **request) -> tuple[dict, float]:
+    """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON."""
+    text, seconds = call([python, str(Path(__file__).resolve()), "--peer", json.dumps(request)])
+    return json.loads(text.strip().splitlines()[-1]), seconds
+
+
+def speed_of_peer(python: str, env_id: str, task: Task) -> dict:
+    answer, _ = run_peer(python, env_id=env_id, **task._asdict())
+    return answer | dict(steps_per_second=answer["env_steps"] / answer["seconds"])
+
+
+def solve_peer(python: str, seed: int, threads: int) -> dict:
+    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=SOLVE)
+    return answer | dict(seconds=round(seconds, 3))
+
+
+def peer(request: dict) -> dict:
+    """The side of Stable-Baselines3, in its own process."""
+    import torch
+    from stable_baselines3 import PPO, __version__
+    from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnRewardThreshold
+    from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    if request["threads"]:
+        torch.set_num_threads(request["threads"])
+    versions = {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium", "numpy")}
+    versions |= dict(python=platform.python_version(), library_version=__version__)
+    if solve := request.get("solve"):
+        # RL Baselines3 Zoo's hyperparameters for CartPole-v1 (hyperparams/ppo.yml, commit 22e3ff2)
+        envs = make_vec_env(solve["env_id"], n_envs=8, seed=request["seed"])
+        model = PPO(
+            "MlpPolicy", envs, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20,
+            ent_coef=0.0, learning_rate=lambda left: 0.001 * left, clip_range=lambda left: 0.2 * left,
+            device="cpu", seed=request["seed"],
+        )  # fmt: skip
+        stop = StopTrainingOnRewardThreshold(reward_threshold=solve["stop_return"], verbose=0)
+        evaluation = EvalCallback(
+            make_vec_env(solve["env_id"], n_envs=1, seed=10_000_000), callback_on_new_best=stop, verbose=0,
+            n_eval_episodes=solve["eval_episodes"], eval_freq=solve["eval_every"] // 8,
+        )  # fmt: skip
+        model.learn(solve["total_timesteps"], callback=evaluation)
+        solved = bool(evaluation.best_mean_reward >= solve["stop_return"])
+        return versions | dict(env_steps=model.num_timesteps, solved=solved)
+
+    class Clock(BaseCallback):
+        """Reads the time before every rollout; the updates of the rollout before are done by then."""
+
+        times = []
+
+        def _on_rollout_start(self):
+            self.times.append(time.perf_counter())
+
+        def _on_step(self):
+            return True
+
+    env_id, task = request["env_id"], Task(**{name: request[name] for name in Task._fields})
+    batch = task.num_envs * task.num_steps
+    atari = env_id.startswith("ALE/")
+    if atari:
+        importlib.import_module("gymnasium").register_envs(importlib.import_module("ale_py"))
+        one_frame = {"frameskip": 1, "repeat_action_probability": 0.25}  # AtariWrapper skips the frames
+        envs = VecFrameStack(make_atari_env(env_id, n_envs=task.num_envs, seed=1, env_kwargs=one_frame), 4)
+    else:
+        envs = make_vec_env(env_id, n_envs=task.num_envs, seed=1)
+    model = PPO(
+        "CnnPolicy" if atari else "MlpPolicy", envs, n_steps=task.num_steps, n_epochs=task.update_epochs,
+        batch_size=batch // task.num_minibatches, seed=1, device="cpu",
+    )  # fmt: skip
+    clock = Clock()
+    model.learn((task.warmup + task.window + 1) * batch, callback=clock)
+    seconds = clock.times[task.warmup + task.window] - clock.times[task.warmup]
+    return versions | dict(env_steps=task.window * batch, seconds=round(seconds, 3))
+
+
+# ---------------------------------------------------------------------------------------------- the two sides
+def write_rows(rows: list[dict], path: Path) -> None:
+    """Puts these rows in place of older ones of the same kind, task and threads."""
+    same = lambda row: (row["kind"], row["task"], str(row["threads"]))
+    new, old = {same(row) for row in rows}, []
+    if path.exists():
+        with path.open(newline="") as file:
+            old = [row for row in csv.DictReader(file) if same(row) not in new]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part")
+    with part.open("w", newline="") as file:
+        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table.writeheader()
+        table.writerows(sorted(old + rows, key=lambda row: (*same(row), int(row["pair"]), row["library"])))
+    part.replace(path)
+
+
+def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
+    """Measures A B A B ...; each side is a function of the pair's number. Prints and returns the rows."""
+    rows = []
+    unit = "steps_per_second" if kind == "speed" else "seconds"
+    for pair in range(1, pairs + 1):
+        for library, measure in sides.items():
+            row = common | dict(kind=kind, task=task, library=library, pair=pair) | measure(pair)
+            row["steps_per_second"] = round(row["steps_per_second"], 1) if kind == "speed" else ""
+            rows.append(row)
+            solved = "" if row.get("solved", True) else " NOT SOLVED"
+            print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}", flush=True)
+    ours, theirs = ([row[unit] for row in rows if row["library"] == library] for library in sides)
+    ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
+    middle = statistics.median
+    print(
+        f"{kind} {task}: {OURS} {middle(ours):.1f}, {PEER} {middle(theirs):.1f} {unit} (medians); "
+        f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what to measure")
+    parser.add_argument(
+        "--solve", action="store_true", help="instead: seconds from command to CartPole solved"
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="measurements of each side; seeds with --solve")
+    parser.add_argument(
+        "--window", type=int, help="rollouts that are timed; default: by task, 10 s to a minute"
+    )
+    parser.add_argument("--threads", type=int, help="threads of torch on both sides, 0: torch decides")
+    parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results/speed.csv", help="the CSV")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)  # a request, in the process of the other side
+    args = parser.parse_args()
+    if args.peer:
+        print(json.dumps(peer(json.loads(args.peer))))
+        return
+    if args.pairs < 1 or (args.window is not None and args.window < 1):
+        parser.error("--pairs and --window must be at least 1")
+    look = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('stable_baselines3') else 1)"
+    if subprocess.run([args.sb3_python, "-c", look]).returncode:
+        sys.exit(
+            f"speed.py: {args.sb3_python} has no Stable-Baselines3: pip install stable-baselines3 "
+            "(or name an interpreter that has it with --sb3-python)"
+        )
+    common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())
+    if args.solve:
+        threads = 1 if args.threads is None else args.threads
+        sides = {
+            OURS: lambda seed: solve_ours(seed, threads),
+            PEER: lambda seed: solve_peer(args.sb3_python, seed, threads),
+        }
+        rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
+        write_rows(rows, args.out)
+        return
+    for env_id in args.tasks:
+        task = TASKS[env_id]
+        task = task._replace(
+            threads=task.threads if args.threads is None else args.threads, window=args.window or task.window
+        )
+        sides = {
+            OURS: lambda _, env_id=env_id, task=task: speed_of_ours(env_id, task),
+            PEER: lambda _, env_id=env_id, task=task: speed_of_peer(args.sb3_python, env_id, task),
+        }
+        settings = {name: value for name, value in task._asdict().items() if name in COLUMNS}
+        write_rows(compare("speed", env_id, sides, common | settings, args.pairs), args.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One name, one text: finds top-level names of algos/ whose source differs from script to script.
+
+    python tests/shared_code.py                                  lists them; exit code 1 if there are any
+    python tests/shared_code.py --push make_envs algos/ppo.py    gives the other copies the text of ppo.py
+
+A text is the definition with its docstring, its decorators and the comments right above it.
+"""
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+ALGOS = Path(__file__).parents[1] / "algos"
+EXEMPT = "Args TUNED Actor Critic ActorCritic Policy QNetwork train".split()  # these differ on purpose
+
+
+def definitions(source: str) -> dict[str, tuple[int, int]]:
+    """Top-level functions, classes and constants: name to its lines [first, last)."""
+    lines, found = source.splitlines(), {}
+    for node in ast.parse(source).body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names = [node.name]
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)]
+        else:
+            continue
+        first = min(part.lineno for part in [node, *getattr(node, "decorator_list", [])]) - 1
+        while first and lines[first - 1].startswith("#") and not lines[first - 1].startswith("# ---"):
+            first -= 1
+        found |= dict.fromkeys(names, (first, node.end_lineno))
+    return found
+
+
+def texts(path: Path) -> dict[str, str]:
+    source = path.read_text()
+    lines = source.splitlines()
+    return {name: "\n".join(lines[slice(*span)]) for name, span in definitions(source).items()}
+
+
+def differing(folder: Path) -> dict[str, list[list[str]]]:
+    """Names with more than one text: groups of scripts that agree."""
+    copies = defaultdict(lambda: defaultdict(list))
+    for path in sorted(folder.glob("*.py")):
+        for name, text in texts(path).items():
+            if name not in EXEMPT:
+                copies[name][text].append(path.name)
+    return {name: list(groups.values()) for name, groups in copies.items() if len(groups) > 1}
+
+
+def push(name: str, origin: Path, folder: Path) -> list[str]:
+    """Overwrites the other copies of name with the text in origin. Returns the scripts that changed."""
+    text, changed = texts(origin)[name], []
+    for path in sorted(folder.glob("*.py")):
+        source = path.read_text()
+        span = definitions(source).get(name)
+        if span is None or path.resolve() == origin.resolve():
+            continue
+        lines = source.splitlines()
+        lines[slice(*span)] = text.splitlines()
+        if (new := "\n".join(lines) + "\n") != source:
+            path.write_text(new)
+            changed.append(path.name)
+    return changed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--push", nargs=2, metavar=("NAME", "FILE"))
+    parser.add_argument("--algos", type=Path, default=ALGOS, help="folder of the scripts")
+    args = parser.parse_args()
+    if args.push:
+        name, origin = args.push[0], Path(args.push[1])
+        if name not in texts(origin):
+            print(f"{origin} defines no {name} at its top level", file=sys.stderr)
+            return 2
+        print(f"{name}: changed {', '.join(push(name, origin, args.algos)) or 'nothing'}")
+        return 0
+    found = differing(args.algos)
+    for name, groups in found.items():
+        print(f"{name}: " + " | ".join(" = ".join(group) for group in groups))
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

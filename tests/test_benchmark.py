@@ -1,0 +1,291 @@
+"""benchmark/: a kill loses nothing, the statistics are right, the pictures and the table are written."""
+
+import csv
+import fcntl
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+BENCHMARK = Path(__file__).resolve().parents[1] / "benchmark"
+sys.path.insert(0, str(BENCHMARK))
+TOTAL, EVALUATIONS, SEEDS = 10_240, [0, 2048, 4096, 6144, 8192, 10_240], [1, 2]
+VOLATILE = "wall_time", "steps_per_second", "command", "git_commit"  # what may differ between equal runs
+needs_matplotlib = pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="needs matplotlib")
+
+
+def command(script: str, *words) -> list[str]:
+    return [sys.executable, str(BENCHMARK / script), *map(str, words)]
+
+
+def smoke(folder: Path, seeds: int = 2) -> list[str]:
+    words = "--suite", "smoke", "--seeds", seeds, "--jobs", 2, "--final-episodes", 5
+    return command("run.py", *words, "--runs", folder / "runs", "--results", folder / "results")
+
+
+def read(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Two folders of one suite: seed 1 without a break, and both seeds killed in training and run again.
+
+    Also the last logged step of each seed at the kill: at least one had passed the checkpoint of step 2048.
+    """
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    progress = [killed / f"runs/ppo__CartPole-v1__{TOTAL}/{seed}/progress.csv" for seed in SEEDS]
+    first = subprocess.Popen(smoke(killed), stdout=subprocess.DEVNULL, start_new_session=True)
+    end = time.monotonic() + 120
+    while (
+        max(map(lines, progress)) < 6 and time.monotonic() < end
+    ):  # header, step 0, four rollouts of 512 steps
+        time.sleep(0.005)
+    os.killpg(first.pid, signal.SIGKILL)  # run.py and both trainings
+    first.wait()
+    cut_at = [int(read(path)[-1]["step"]) if lines(path) > 1 else -1 for path in progress]
+    again = subprocess.Popen(smoke(killed), stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(smoke(whole, seeds=1), capture_output=True, text=True)
+    output, _ = again.communicate()
+    assert (again.returncode, done.returncode) == (0, 0), output + done.stdout + done.stderr
+    return whole, killed, cut_at
+
+
+def test_killed_benchmark_ends_like_an_uninterrupted_one(folders):
+    whole, killed, cut_at = folders
+    assert 2048 <= max(cut_at) < TOTAL, "the kill came too early or too late to show anything"
+    whole_rows, rows = (read(folder / "results/ppo__CartPole-v1.csv") for folder in (whole, killed))
+    for row in whole_rows + rows:
+        for name in VOLATILE:
+            row.pop(name)
+    assert [row for row in rows if row["seed"] == "1"] == whole_rows
+    for seed, step in zip(SEEDS, cut_at, strict=True):
+        log = (killed / f"runs/ppo__CartPole-v1__{TOTAL}/{seed}.log").read_text()
+        assert step < 2048 or log.count("step 0/") == 1, f"seed {seed} was begun anew:\n{log}"
+
+
+def test_csv_is_tidy_and_complete(folders):
+    rows = read(folders[1] / "results/ppo__CartPole-v1.csv")
+    curve = [(int(row["seed"]), int(row["step"])) for row in rows if row["kind"] == "curve"]
+    assert curve == [(seed, step) for seed in SEEDS for step in EVALUATIONS]
+    finals = [row for row in rows if row["kind"] == "final"]
+    assert [(row["seed"], row["step"], row["eval_episodes"]) for row in finals] == [
+        (str(seed), str(TOTAL), "5") for seed in SEEDS
+    ]
+    assert len(rows) == len(curve) + len(finals)
+    for row in rows:
+        optional = {"git_commit"} | ({"steps_per_second"} if row["step"] == "0" else set())
+        assert all(value or name in optional for name, value in row.items()), row
+        low, mean, high = (float(row[f"eval_return_{name}"]) for name in ("min", "mean", "max"))
+        assert 1 <= low <= mean <= high <= 500
+        assert row["command"].startswith(f"python algos/ppo.py --env-id CartPole-v1 --seed {row['seed']} ")
+    assert rows[0]["eval_return_mean"] != rows[len(rows) // 2]["eval_return_mean"], "both seeds are one"
+
+
+def test_what_is_done_is_skipped_and_a_lost_csv_comes_back(folders):
+    folder = folders[1]
+    table, log = folder / "results/ppo__CartPole-v1.csv", folder / f"runs/ppo__CartPole-v1__{TOTAL}/1.log"
+    before = table.read_text(), log.read_text()
+    table.unlink()
+    done = subprocess.run(smoke(folder), capture_output=True, text=True)
+    assert (table.read_text(), log.read_text()) == before
+    last = done.stdout.splitlines()[-1]
+    finals = [float(row["eval_return_mean"]) for row in read(table) if row["kind"] == "final"]
+    mean, spread = np.mean(finals), np.std(finals, ddof=1)
+    assert [word.strip() for word in last.split("|")] == [
+        "ppo CartPole-v1 10,240", "2", f"{mean:.1f} ± {spread:.1f}", "-", "-",
+    ]  # fmt: skip
+
+
+def test_run_of_another_command_is_not_taken_for_this_one(folders):
+    import run
+
+    cell = run.SUITES["smoke"][0]._replace(args=("--eval-every", "1024"))
+    with pytest.raises(run.Failed, match="another command"):
+        run.run_seed(cell, 1, folders[0] / "runs", 5)
+
+
+def test_seed_waits_for_a_training_that_outlived_its_benchmark(tmp_path):
+    import run
+
+    entered = threading.Event()
+
+    def enter():
+        with run.exclusive(tmp_path / "1.lock"):
+            entered.set()
+
+    with (tmp_path / "1.lock").open("w") as orphan:
+        fcntl.flock(orphan, fcntl.LOCK_EX)
+        thread = threading.Thread(target=enter)
+        thread.start()
+        assert not entered.wait(0.5)
+    assert entered.wait(5)
+    thread.join()
+
+
+def test_failed_seed_is_reported_with_its_reason(tmp_path):
+    import run
+
+    cell = run.Cell("ppo", "NoSuchEnv-v0", 512, seeds=1)
+    with pytest.raises(run.Failed, match=r"exit code 2: .*NoSuchEnv.*1\.log"):
+        run.run_seed(cell, 1, tmp_path, 5)
+
+
+def test_rows_of_one_seed_replace_only_their_own(tmp_path):
+    import run
+
+    same = dict(algo="a", env_id="ALE/E-v5", kind="final", step=9)
+    make = lambda seed, total, score: same | dict(seed=seed, total_timesteps=total, eval_return_mean=score)
+    for row in (make(2, 9, 1.0), make(1, 9, 2.0), make(1, 10, 3.0), make(2, 9, 4.0)):
+        run.write_rows([row], tmp_path)
+    names = "seed", "total_timesteps", "eval_return_mean"
+    found = [tuple(map(row.get, names)) for row in read(tmp_path / "a__ALE-E-v5.csv")]
+    assert found == [("1", "9", "2.0"), ("2", "9", "4.0"), ("1", "10", "3.0")]
+
+
+@needs_matplotlib
+def test_iqm_is_the_mean_of_the_middle_half():
+    from plot import iqm
+
+    equal = np.ones(8)
+    assert iqm(np.array([100, 1, 2, -50, 3, 4, 0, 900.0]), equal) == pytest.approx((1 + 2 + 3 + 4) / 4)
+    # Five runs: a quartile is 1.25 runs, so the second and the fourth count by three quarters.
+    assert iqm(np.array([9, 0, 1, 5, 2.0]), np.ones(5)) == pytest.approx((0.75 * 1 + 2 + 0.75 * 5) / 2.5)
+    # Weights 1/2, 1/4, 1/4 of the values 0, 4, 8: the middle half is a quarter of 0 and a quarter of 4.
+    assert iqm(np.array([8, 0, 4.0]), np.array([0.25, 0.5, 0.25])) == pytest.approx(2.0)
+    assert iqm(np.array([[1, 1, 1], [3, 3, 3.0]]), np.ones(3)) == pytest.approx([1, 3])
+
+
+@needs_matplotlib
+def test_bootstrap_against_values_computed_by_hand():
+    from plot import mean, stratified_bootstrap
+
+    # Two runs, 0 and 1: a resample is 0, 1/2 or 1 with probabilities 1/4, 1/2, 1/4. So the 20% and
+    # 80% quantiles are 0 and 1, and the 30% and 70% quantiles are 1/2.
+    runs = [np.array([[0.0], [1.0]])]
+    for level, low, high in ((0.6, 0, 1), (0.4, 0.5, 0.5)):
+        found = stratified_bootstrap(runs, mean, level=level)
+        assert [x.item() for x in found] == pytest.approx([0.5, low, high])
+    # Strata that do not vary leave no interval, however far apart they are; drawing across them would.
+    apart = [np.zeros((2, 3)), np.full((4, 3), 100.0)]
+    for bound in stratified_bootstrap(apart, mean):  # and each weighs the same, with 2 runs or 4
+        assert bound == pytest.approx([50, 50, 50])
+
+
+@needs_matplotlib
+def test_plots_are_written(folders, tmp_path):
+    table, run = folders[1] / "results/ppo__CartPole-v1.csv", folders[1] / f"runs/ppo__CartPole-v1__{TOTAL}/1"
+    import plot
+
+    plot.draw_results([table], tmp_path / "deep/curves.png")
+    pictures = [tmp_path / "deep/curves.png", *plot.draw_run(run)]
+    families = {name.partition("/")[0] for name in read(run / "progress.csv")[0] if "/" in name}
+    assert {path.name for path in (run / "plots").iterdir()} == {f"{family}.png" for family in families}
+    for path in pictures:
+        picture, blue = plot.plt.imread(path)[..., :3], plot.matplotlib.colors.to_rgb(plot.COLOURS[0])
+        assert min(picture.shape[:2]) > 300
+        assert (np.abs(picture - blue).max(-1) < 0.05).sum() > 300, f"{path} has no curve"
+
+
+@needs_matplotlib
+def test_joint_panel_scales_each_environment_from_untrained_to_bar(tmp_path, monkeypatch):
+    import plot
+    import run
+
+    cells = [run.Cell("ppo", "A-v0", 100, 2, bar=10), run.Cell("ppo", "B-v0", 200, 2, bar=-100)]
+    monkeypatch.setattr(plot, "SUITES", {"s": cells})
+    for cell, first, last in zip(cells, (0, -300), (10, 0), strict=True):  # ends at 1 and 1.5
+        for seed in SEEDS:
+            same = dict(algo="ppo", env_id=cell.env_id, total_timesteps=cell.steps, seed=seed, kind="curve")
+            points = ((0, first), (cell.steps, last))
+            run.write_rows([same | dict(step=x, eval_return_mean=y) for x, y in points], tmp_path)
+    drawn = {}
+    monkeypatch.setattr(
+        plot, "draw", lambda axes, x, strata, label, colour: drawn.update({label: (x, strata)})
+    )
+    plot.draw_results(sorted(tmp_path.glob("*.csv")), tmp_path / "x.png")
+    share, strata = drawn["ppo (2 environments)"]
+    assert (share[0], share[-1]) == (0, 1)
+    assert [(s[:, 0].mean(), s[:, -1].mean()) for s in strata] == [(0, 1), (0, pytest.approx(1.5))]
+
+
+def test_table_of_the_readme_is_checked_and_written(folders, tmp_path):
+    readme = tmp_path / "README.md"
+    readme.write_text("above\n<!-- table:start -->\nold\n<!-- table:end -->\nbelow\n", encoding="utf-8")
+    results = tmp_path / "results"
+    results.mkdir()
+    measured = (folders[1] / "results/ppo__CartPole-v1.csv").read_text()
+    (results / "ppo__CartPole-v1.csv").write_text(measured.replace(f",{TOTAL},", ",100000,"))
+    make = command("make_readme_table.py", "--readme", readme, "--results", results)
+    check = lambda: subprocess.run([*make, "--check"], capture_output=True, text=True)
+    before = check()
+    assert before.returncode == 1 and "out of date" in before.stderr
+    assert "\nold\n" in readme.read_text(encoding="utf-8"), "--check must not write"
+    assert subprocess.run(make).returncode == 0
+    text = readme.read_text(encoding="utf-8")
+    assert text.startswith("above\n<!-- table:start -->\n| algorithm") and text.endswith("end -->\nbelow\n")
+    assert "old" not in text
+    rows = read(results / "ppo__CartPole-v1.csv")
+    finals = [float(row["eval_return_mean"]) for row in rows if row["kind"] == "final"]
+    assert f"CartPole-v1 {np.mean(finals):.1f} ✗ (100k, 2 seeds)" in text
+    assert "[arXiv 1707.06347](https://arxiv.org/abs/1707.06347)" in text
+    assert check().returncode == 0
+    readme.write_text(text.replace("2 seeds", "5 seeds"), encoding="utf-8")
+    assert check().returncode == 1
+    readme.write_text("no markers", encoding="utf-8")
+    assert check().returncode == 2
+
+
+def test_speed_says_which_package_is_missing(tmp_path):
+    empty = tmp_path / "python"  # an interpreter that sees only the standard library
+    empty.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    empty.chmod(0o755)
+    done = subprocess.run(command("speed.py", "--sb3-python", empty), capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "pip install stable-baselines3" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_speed_counts_only_whole_rollouts_after_the_warm_up(monkeypatch):
+    import speed
+
+    task = speed.TASKS["CartPole-v1"]._replace(warmup=2, window=3)
+    clock = [
+        9.0,
+        10.0,
+        11.0,
+        12.0,
+        14.0,
+        99.0,
+    ]  # end of each rollout; the last has the final evaluation in it
+    rows = [{"step": 512 * (i + 1), "wall_time": x} for i, x in enumerate(clock)]
+    asked = []
+    monkeypatch.setattr(speed, "run_ours", lambda words, threads: asked.append(words) or (rows, {}, 0.0))
+    found = speed.speed_of_ours("CartPole-v1", task)
+    assert (found["env_steps"], found["seconds"]) == (3 * 512, 14.0 - 10.0)
+    assert found["steps_per_second"] == pytest.approx(3 * 512 / 4)
+    assert asked[0][asked[0].index("--total-timesteps") + 1] == str(6 * 512)
+
+
+def test_speed_takes_turns_and_takes_the_median_of_the_ratios(capsys):
+    import speed
+
+    order = []
+    sides = {
+        speed.OURS: lambda pair: order.append("A") or {"steps_per_second": [30.0, 20.0, 80.0][pair - 1]},
+        speed.PEER: lambda pair: order.append("B") or {"steps_per_second": [10.0, 20.0, 20.0][pair - 1]},
+    }
+    rows = speed.compare("speed", "CartPole-v1", sides, {"threads": 1}, pairs=3)
+    assert order == list("ABABAB") and len(rows) == 6
+    assert "3.00 times as fast (1.00 to 4.00)" in capsys.readouterr().out
