@@ -92,16 +92,35 @@ class Args:
     clip_reward: bool = False  # rewards to their sign, for learning only
 
 
+# Own sweeps, started from RL Baselines3 Zoo (hyperparams/ppo.yml); their results are in benchmark/results.
 TUNED = {
-    "CartPole-v1": dict(total_timesteps=100_000),
-    "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True),
+    "CartPole-v1": dict(
+        total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98, gae_lambda=0.9
+    ),
+    "Acrobot-v1": dict(
+        total_timesteps=300_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
+        normalize_obs=True, normalize_reward=True, eval_every=25_000,
+    ),
+    "Pendulum-v1": dict(
+        total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3, gamma=0.9
+    ),
+    "LunarLander-v3": dict(
+        total_timesteps=1_000_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
+        gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, eval_every=50_000,
+    ),
+    # CleanRL's settings of its published MuJoCo and Atari tables
+    "mujoco": dict(
+        num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
+        eval_every=50_000,
+    ),
     "atari": dict(
-        num_envs=8, num_steps=128, update_epochs=4, num_minibatches=4, learning_rate=2.5e-4, clip_coef=0.1,
+        total_timesteps=10_000_000, num_envs=8, update_epochs=4, learning_rate=2.5e-4, clip_coef=0.1,
         entropy_coef=0.01, shared_trunk=True, hidden_sizes=(512,), activation="relu", clip_reward=True,
-        total_timesteps=10_000_000, eval_every=500_000, checkpoint_every=500_000, torch_threads=0,
+        eval_every=500_000, checkpoint_every=500_000, torch_threads=0,
         env_kwargs='{"repeat_action_probability": 0.25}',
     ),
 }  # fmt: skip
+TUNED["LunarLanderContinuous-v3"] = TUNED["LunarLander-v3"]
 
 
 # ------------------------------------------------------------------------------------------------- networks

@@ -322,7 +322,9 @@ def test_a_kill_while_saving_and_logging_loses_nothing(script, plain, monkeypatc
 def test_kills_at_random_moments(script):
     """A loadable checkpoint always remains; after many kills all rows and points are as if there was none."""
     long = dict(total_timesteps=2048, checkpoint_every=64, eval_every=256)
+    started = time.perf_counter()
     script.train("whole", **long)
+    seconds = time.perf_counter() - started
     rng, deaths, steps = random.Random(3), 0, []
     for _ in range(12):
         resume = Path("run/checkpoint.pt").exists()
@@ -330,7 +332,7 @@ def test_kills_at_random_moments(script):
             shutil.rmtree("run", ignore_errors=True)
         age("run")
         pid = fork((lambda: script.resume("run")) if resume else (lambda: script.train("run", **long)))
-        time.sleep(rng.uniform(0.03, 0.25))
+        time.sleep(rng.uniform(0.05, 0.5) * seconds)
         os.kill(pid, signal.SIGKILL)
         code = wait(pid)
         assert code in (0, -signal.SIGKILL)
@@ -339,7 +341,7 @@ def test_kills_at_random_moments(script):
             steps.append(checkpoint()["run"]["env_steps"])
         if code == 0 or steps and steps[-1] == 2048:
             break
-    assert steps == sorted(steps) and deaths >= 3 and len(set(steps)) >= 2
+    assert steps == sorted(steps) and deaths >= 2 and len(set(steps)) >= 2
     age("run")
     script.resume("run")
     same_run("run", "whole")
