@@ -104,6 +104,10 @@ TUNED = {
     "Pendulum-v1": dict(
         total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3, gamma=0.9
     ),
+    "MountainCar-v0": dict(
+        num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, normalize_obs=True, normalize_reward=True,
+        eval_every=50_000,
+    ),
     "LunarLander-v3": dict(
         total_timesteps=1_000_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
         gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, eval_every=50_000,
@@ -454,7 +458,8 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def set_up(args) -> torch.device:
     """Checks the arguments, sets the threads of torch and picks the device."""
-    positive = "eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes"
+    positive = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
+                  n_step"""
     for name, value in vars(args).items():
         low = 1 if name in positive.split() else -math.inf if name == "stop_return" else 0
         high = 1 if name in ("gamma", "gae_lambda") else math.inf
