@@ -102,7 +102,7 @@ class Args:
     repel_coef: float = 0.1  # c_r
 
 
-# Own sweeps, started from RL Baselines3 Zoo (hyperparams/ppo.yml); their results are in benchmark/results.
+# Own sweeps, begun at the settings of RL Baselines3 Zoo (ppo.yml); results: benchmark/results.
 TUNED = {
     "CartPole-v1": dict(
         total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98, gae_lambda=0.9
@@ -115,8 +115,17 @@ TUNED = {
         total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3, gamma=0.9
     ),
     "MountainCar-v0": dict(
-        num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, normalize_obs=True, normalize_reward=True,
-        eval_every=50_000,
+        num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, normalize_obs=True,
+        normalize_reward=True, eval_every=50_000,
+    ),
+    "MountainCarContinuous-v0": dict(
+        total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999, gae_lambda=0.9,
+        normalize_obs=True, normalize_reward=True,
+    ),
+    # the settings of RL Baselines3 Zoo, not run here for their 5M steps
+    "BipedalWalker-v3": dict(
+        total_timesteps=5_000_000, num_envs=32, num_steps=2048, num_minibatches=1024, gamma=0.999,
+        clip_coef=0.18, normalize_obs=True, normalize_reward=True, anneal_lr=False, eval_every=250_000,
     ),
     "LunarLander-v3": dict(
         total_timesteps=1_000_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,

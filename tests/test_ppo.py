@@ -102,7 +102,7 @@ def runs(monkeypatch):
 
 @pytest.fixture
 def steps(runs):
-    """What each step of the optimizer uses: norm of the gradient; learning rates and values of the two parts."""
+    """What each step of the optimizer uses: norm of the gradient; rates and values of actor and critic."""
     seen = []
 
     def look(optimizer, *_):
