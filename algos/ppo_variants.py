@@ -481,13 +481,14 @@ def train(args: Args) -> np.ndarray:
                 steps.append(update({name: column[rows] for name, column in batch.items()}))
             if args.target_kl is not None and measure(batch)["policy/kl"] > args.target_kl:
                 break
+        change = measure(batch)
         if args.normalize_obs:  # only now, so that the ratio compares policies under the same normalizer
             agent.obs_norm.update(batch["obs"])
 
         # Log
         metrics = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         metrics["grad/norm_clipped"] = metrics["grad/norm"].clamp(max=max_norm)
-        run.log({name: values.mean() for name, values in metrics.items()} | measure(batch))
+        run.log({name: values.mean() for name, values in metrics.items()} | change)
         run.log({"reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max()})
         explained_variance = 1 - advantage.var() / (advantage + value).var().clamp(min=1e-8)
         run.log({"value/explained_variance": explained_variance})
