@@ -1,5 +1,5 @@
-"""ppo.py and the options that few readers need: other entropy terms, n-step advantages, and policies to stay
-near to or away from. `diff algos/ppo.py algos/ppo_variants.py` shows all of it.
+"""PPO with more options (Schulman et al. 2017, arXiv 1707.06347): ppo.py and what few readers need, other
+entropy terms, n-step advantages, policies to stay near to or away from; `diff` with ppo.py shows it all.
 
     total      L = L_CLIP - c_1 (V(s_t) - R_t)^2 + c_2 entropy(pi)                             (PPO, eq. 9)
     max        r_t + c_2 entropy(pi_old(. | s_t)) takes the place of r_t; no entropy in L
