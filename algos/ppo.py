@@ -113,7 +113,7 @@ TUNED = {
         total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999, gae_lambda=0.9,
         normalize_obs=True, normalize_reward=True,
     ),
-    # the settings of RL Baselines3 Zoo, not run here for their 5M steps
+    # as in RL Baselines3 Zoo; its 5M steps were not run here
     "BipedalWalker-v3": dict(
         total_timesteps=5_000_000, num_envs=32, num_steps=2048, num_minibatches=1024, gamma=0.999,
         clip_coef=0.18, normalize_obs=True, normalize_reward=True, anneal_lr=False, eval_every=250_000,
@@ -121,6 +121,10 @@ TUNED = {
     "LunarLander-v3": dict(
         total_timesteps=1_000_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
         gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, eval_every=50_000,
+    ),
+    "LunarLanderContinuous-v3": dict(
+        total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256, update_epochs=4,
+        learning_rate=6e-4, gamma=0.999, gae_lambda=0.98, eval_every=50_000,
     ),
     # CleanRL's settings of its published MuJoCo and Atari tables
     "mujoco": dict(
@@ -134,7 +138,6 @@ TUNED = {
         env_kwargs='{"repeat_action_probability": 0.25}',
     ),
 }  # fmt: skip
-TUNED["LunarLanderContinuous-v3"] = TUNED["LunarLander-v3"]
 
 
 # ------------------------------------------------------------------------------------------------- networks

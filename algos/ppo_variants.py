@@ -123,7 +123,7 @@ TUNED = {
         total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999, gae_lambda=0.9,
         normalize_obs=True, normalize_reward=True,
     ),
-    # the settings of RL Baselines3 Zoo, not run here for their 5M steps
+    # as in RL Baselines3 Zoo; its 5M steps were not run here
     "BipedalWalker-v3": dict(
         total_timesteps=5_000_000, num_envs=32, num_steps=2048, num_minibatches=1024, gamma=0.999,
         clip_coef=0.18, normalize_obs=True, normalize_reward=True, anneal_lr=False, eval_every=250_000,
@@ -131,6 +131,10 @@ TUNED = {
     "LunarLander-v3": dict(
         total_timesteps=1_000_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
         gamma=0.999, gae_lambda=0.98, entropy_coef=0.01, eval_every=50_000,
+    ),
+    "LunarLanderContinuous-v3": dict(
+        total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256, update_epochs=4,
+        learning_rate=6e-4, gamma=0.999, gae_lambda=0.98, eval_every=50_000,
     ),
     # CleanRL's settings of its published MuJoCo and Atari tables
     "mujoco": dict(
@@ -144,7 +148,6 @@ TUNED = {
         env_kwargs='{"repeat_action_probability": 0.25}',
     ),
 }  # fmt: skip
-TUNED["LunarLanderContinuous-v3"] = TUNED["LunarLander-v3"]
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -315,8 +318,9 @@ def policy_kl(agent, other, obs, mask=None):
     """KL(agent's policy || other's policy) at observations (B, ...): (B,)."""
     mine, theirs = (net.head(net.actor_trunk(net.obs_norm(obs)), mask) for net in (agent, other))
     if isinstance(agent.head, GaussianHead):
-        normals = [Normal(mean, net.head.log_std.exp()) for mean, net in ((mine, agent), (theirs, other))]
-        return kl_divergence(*normals).sum(-1)
+        # Checking the values would wait for the device.
+        p, q = Normal(mine, agent.head.log_std.exp(), False), Normal(theirs, other.head.log_std.exp(), False)
+        return kl_divergence(p, q).sum(-1)
     log_mine, log_theirs = mine.log_softmax(-1), theirs.log_softmax(-1)
     return (log_mine.exp() * (log_mine - log_theirs)).sum((-2, -1))
 
@@ -345,11 +349,13 @@ def policy_change(log_prob, old_log_prob, clip_coef):
 
 def load_policy(path, obs_space, action_space, device):
     """The agent of a run folder or .pt file, frozen."""
-    saved = json.loads((run_folder(path) / "args.json").read_text())
+    saved, file = run_folder(path) / "args.json", Path(path)
     names = "normalize_obs", "hidden_sizes", "activation", "shared_trunk"
-    policy = ActorCritic(obs_space, action_space, argparse.Namespace(**{name: saved[name] for name in names}))
-    file = Path(path) if path.endswith(".pt") else Path(path) / "checkpoint.pt"
     try:
+        values = json.loads(saved.read_text())
+        shape = argparse.Namespace(**{name: values[name] for name in names})
+        policy = ActorCritic(obs_space, action_space, shape)
+        file = file if path.endswith(".pt") else file / "checkpoint.pt"
         policy.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["agent"])
     except LOAD_ERRORS as error:
         raise UsageError(f"cannot load the policy {file}: {' '.join(str(error).split())[:200]}") from None
@@ -379,8 +385,8 @@ def train(args: Args) -> np.ndarray:
     optimizer = torch.optim.Adam(groups, eps=args.adam_eps, fused=True)
     reward_norm = RewardNorm(args.gamma).to(device)
     spaces = envs.single_observation_space, envs.single_action_space
-    attractor = load_policy(args.attract_to, *spaces, device) if args.attract_to else None
-    repeller = load_policy(args.repel_from, *spaces, device) if args.repel_from else None
+    references = ("", "") if args.evaluate else (args.attract_to, args.repel_from)
+    attractor, repeller = (load_policy(path, *spaces, device) if path else None for path in references)
 
     @torch.inference_mode()
     def greedy(obs, info):

@@ -126,6 +126,16 @@ def test_tests_named_in_the_docs_exist():
     assert named and not named - defined
 
 
+def test_every_feature_names_a_test_that_shows_it():
+    text = (ROOT / "docs" / "feature_map.md").read_text()
+    rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[0] != "feature"]
+    assert len(rows) > 40
+    for feature, _, state, *test in rows:
+        assert state in ("done", "variants", "planned"), feature
+        assert state == "planned" or re.search("`test_[a-z0-9_]+`", " ".join(test)), f"no test of: {feature}"
+
+
 def test_site_has_every_page():
     site = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 

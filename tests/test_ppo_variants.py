@@ -175,7 +175,7 @@ def test_softplus_of_the_entropy_is_never_negative_and_scales_its_gradient():
     entropy = torch.tensor([-30.0, -5.0, 0.0, 5.0, 30.0], requires_grad=True)
     bonus = variants.entropy_bonus(entropy, True)
     torch.testing.assert_close(bonus, entropy.exp().log1p())
-    assert (bonus >= 0).all() and bonus[4] == pytest.approx(30)
+    assert (bonus >= 0).all() and bonus[4].item() == pytest.approx(30)
     (gradient,) = torch.autograd.grad(bonus.sum(), entropy)
     torch.testing.assert_close(gradient, entropy.sigmoid())
     assert variants.entropy_bonus(entropy, False) is entropy
