@@ -39,6 +39,7 @@ import torch
 import torch.nn as nn
 import tyro
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.nn import functional as F
 from torch.distributions import Normal, kl_divergence
 from torch.utils.tensorboard import SummaryWriter
@@ -50,7 +51,7 @@ class Args:
     # run
     seed: int = 1  # seed of everything random
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
-    compile: bool = False  # CUDA: capture the update as a graph; CPU: torch.compile
+    compile: bool = False  # CUDA: capture the update as a graph; CPU: torch.compile the loss
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder to continue
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
@@ -223,10 +224,13 @@ class CategoricalHead(nn.Module):
     def sample(self, logits, noise):
         return (logits + noise).argmax(-1)  # noise 0: the most likely action
 
-    def log_prob_entropy(self, logits, action):
+    def log_prob(self, logits, action):
+        surprise = F.cross_entropy(logits.flatten(0, 1), action.flatten(), reduction="none")
+        return -surprise.view_as(action).sum(-1)  # (B,)
+
+    def entropy(self, logits):
         log_probs = logits.log_softmax(-1)
-        log_prob = log_probs.gather(-1, action.unsqueeze(-1)).sum((-2, -1))
-        return log_prob, -(log_probs.exp() * log_probs).sum((-2, -1))  # (B,), (B,)
+        return -(log_probs.exp() * log_probs).sum((-2, -1))  # (B,)
 
 
 class GaussianHead(nn.Module):
@@ -249,10 +253,12 @@ class GaussianHead(nn.Module):
     def sample(self, mean, noise):
         return mean + noise * self.log_std.exp()  # noise 0: the mean
 
-    def log_prob_entropy(self, mean, action):
+    def log_prob(self, mean, action):
         z = (action - mean) * (-self.log_std).exp()
-        log_prob = -(0.5 * z.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)
-        return log_prob, (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand_as(log_prob)
+        return -(0.5 * z.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
+
+    def entropy(self, mean):
+        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(mean))  # (B,)
 
 
 class ActorCritic(nn.Module):
@@ -260,7 +266,7 @@ class ActorCritic(nn.Module):
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else None
         self.actor_trunk = self.critic_trunk = make_trunk(obs_space, args.hidden_sizes, args.activation)
         if not args.shared_trunk:
             self.critic_trunk = make_trunk(obs_space, args.hidden_sizes, args.activation)
@@ -268,20 +274,23 @@ class ActorCritic(nn.Module):
         self.head = head(args.hidden_sizes[-1], action_space)
         self.critic = orthogonal(nn.Linear(args.hidden_sizes[-1], 1), gain=1.0)
 
+    def normalize(self, obs):
+        return obs if self.obs_norm is None else self.obs_norm(obs)
+
     def act(self, obs, mask, noise):
         """Actions (B, K or A) drawn with noise from the head; noise 0 acts greedily. The critic rests."""
-        return self.head.sample(self.head(self.actor_trunk(self.obs_norm(obs)), mask), noise)
+        return self.head.sample(self.head(self.actor_trunk(self.normalize(obs)), mask), noise)
 
     def value(self, obs):
-        return self.critic(self.critic_trunk(self.obs_norm(obs))).squeeze(-1)  # (B,)
+        return self.critic(self.critic_trunk(self.normalize(obs))).squeeze(-1)  # (B,)
 
     def forward(self, obs, action, mask=None):
-        """Log-probability of the actions, entropy of the policy, value of the observations: (B,) each."""
-        obs = self.obs_norm(obs)
+        """Log-probability of the actions (B,), logits or mean of the policy, value of the states (B,)."""
+        obs = self.normalize(obs)
         features = self.actor_trunk(obs)
-        log_prob, entropy = self.head.log_prob_entropy(self.head(features, mask), action)
+        policy = self.head(features, mask)
         features = features if self.critic_trunk is self.actor_trunk else self.critic_trunk(obs)
-        return log_prob, entropy, self.critic(features).squeeze(-1)
+        return self.head.log_prob(policy, action), policy, self.critic(features).squeeze(-1)
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -293,10 +302,11 @@ def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambd
     """
     td_error = rewards + gamma * (1 - terminated) * next_values - values
     decay = gamma * gae_lambda * (1 - done)
-    advantages, advantage = torch.empty_like(td_error), torch.zeros_like(td_error[0])
-    for t in reversed(range(len(rewards))):
-        advantages[t] = advantage = td_error[t] + decay[t] * advantage
-    return advantages
+    advantages, advantage = [], torch.zeros_like(td_error[0])
+    for delta, factor in zip(td_error.flip(0), decay.flip(0), strict=True):  # from the last step to the first
+        advantage = delta + factor * advantage
+        advantages.append(advantage)
+    return torch.stack(advantages).flip(0)
 
 
 def compute_n_step(rewards, values, next_values, terminated, done, gamma, n_step):
@@ -316,7 +326,7 @@ def entropy_bonus(entropy, softplus):
 
 def policy_kl(agent, other, obs, mask=None):
     """KL(agent's policy || other's policy) at observations (B, ...): (B,)."""
-    mine, theirs = (net.head(net.actor_trunk(net.obs_norm(obs)), mask) for net in (agent, other))
+    mine, theirs = (net.head(net.actor_trunk(net.normalize(obs)), mask) for net in (agent, other))
     if isinstance(agent.head, GaussianHead):
         # Checking the values would wait for the device.
         p, q = Normal(mine, agent.head.log_std.exp(), False), Normal(theirs, other.head.log_std.exp(), False)
@@ -394,24 +404,31 @@ def train(args: Args) -> np.ndarray:
         mask = None if mask is None else to_tensor(mask, device)
         return agent.act(to_tensor(obs, device), mask, noise=0.0).cpu().numpy()
 
-    def update(batch):
-        """One gradient step on a minibatch of (B, ...) tensors. Nothing in it waits for the device."""
-        log_prob, entropy, value = agent(batch["obs"], batch["action"], batch.get("mask"))
+    def compute_loss(batch):
+        """-L of eq. 9, L_CLIP's part and the value's part, of a minibatch of (B, ...) tensors."""
+        log_prob, policy, value = agent(batch["obs"], batch["action"], batch.get("mask"))
         advantage = batch["advantage"]
         if args.normalize_advantage and len(advantage) > 1:
-            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+            std, mean = torch.std_mean(advantage)
+            advantage = (advantage - mean) / (std + 1e-8)
         loss_policy = policy_loss(log_prob, batch["log_prob"], advantage, args.clip_coef)
         clip_value = args.clip_coef if args.clip_value else None
         loss_value = value_loss(value, batch["value"], batch["return"], clip_value)
         loss = loss_policy + args.value_coef * loss_value
         if args.entropy_coef and args.entropy_method == "regularized":
-            loss = loss - args.entropy_coef * entropy_bonus(entropy, args.softplus_entropy).mean()
+            bonus = entropy_bonus(agent.head.entropy(policy), args.softplus_entropy)
+            loss = loss - args.entropy_coef * bonus.mean()
         if attractor:
             kl = policy_kl(agent, attractor, batch["obs"], batch.get("mask"))
             loss = loss + args.attract_coef * kl.mean()
         if repeller:  # exp(-KL) is bounded: from far away nothing pushes any more
             kl = policy_kl(agent, repeller, batch["obs"], batch.get("mask"))
             loss = loss + args.repel_coef * (-kl).exp().mean()
+        return loss, loss_policy, loss_value
+
+    def update(batch):
+        """One gradient step. Nothing in it waits for the device."""
+        loss, loss_policy, loss_value = compute_loss(batch)
         optimizer.zero_grad()
         loss.backward()
         grad_norm = nn.utils.clip_grad_norm_(actor + critic, max_norm, foreach=True)
@@ -422,12 +439,15 @@ def train(args: Args) -> np.ndarray:
     @torch.no_grad()
     def measure(batch):
         """What the updates made of the policy, over the whole rollout."""
-        log_prob, entropy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
+        log_prob, policy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
         change = policy_change(log_prob, batch["log_prob"], args.clip_coef)
+        entropy = agent.head.entropy(policy)
         return change | {"policy/entropy": entropy.mean(), "policy/log_prob": log_prob.mean()}
 
-    if args.compile:
-        update = CudaGraph(update) if device.type == "cuda" else torch.compile(update)
+    if args.compile and device.type == "cuda":
+        update = CudaGraph(update)
+    elif args.compile:
+        compute_loss = torch.compile(compute_loss)
     zeros = np.zeros(args.num_envs)
     storage = Storage(
         args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=greedy(obs, info),
@@ -468,11 +488,11 @@ def train(args: Args) -> np.ndarray:
         if args.clip_reward:
             reward = reward.sign()
         with torch.no_grad():
-            batch["log_prob"], entropy, batch["value"] = agent(**batch)
+            batch["log_prob"], policy, batch["value"] = agent(**batch)
             next_value = agent.value(rollout["next_obs"].flatten(0, 1)).view_as(reward)
         value = batch["value"].view_as(reward)
         if args.entropy_method == "max":  # the entropy is part of what is earned
-            bonus = entropy_bonus(entropy, args.softplus_entropy)
+            bonus = entropy_bonus(agent.head.entropy(policy), args.softplus_entropy)
             reward = reward + args.entropy_coef * bonus.view_as(reward)
         if args.advantage == "gae":
             advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
@@ -1058,9 +1078,9 @@ class Run:
         except OSError as error:  # a full disk; the next row writes the whole table anew
             print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
             self.columns = []
-        for name, value in self.row.items():
-            if not name.startswith("train/"):
-                self.writer.add_scalar(name, value, step)
+        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
         for ended_at, return_, length in self.episodes:  # one point per episode
             self.writer.add_scalar("train/episode_return", return_, ended_at)
             self.writer.add_scalar("train/episode_length", length, ended_at)

@@ -13,8 +13,8 @@ PARENT = {
     "vpg": "reinforce", "a2c": "vpg", "trpo": "vpg", "ppo": "a2c", "ppo_variants": "ppo", "ppo_lstm": "ppo",
     "ppo_rnd": "ppo", "dqn": "q_learning", "sac": "ddpg_td3",
 }  # fmt: skip
-CHANGED = {"ppo_variants": 93}  # lines removed and lines added on the way from the parent
-LINES = {"ppo": (432, 1037), "ppo_variants": (499, 1104)}  # above the rule line of the utilities, in all
+CHANGED = {"ppo_variants": 96}  # lines removed and lines added on the way from the parent
+LINES = {"ppo": (437, 1042), "ppo_variants": (507, 1112)}  # above the rule line of the utilities, in all
 
 SOURCE = {path.stem: path.read_text() for path in SCRIPTS}
 PAIRS = [(parent, child) for child, parent in PARENT.items() if {parent, child} <= SOURCE.keys()]
@@ -25,7 +25,7 @@ def contributing() -> str:
 
 
 def changed_lines(parent: str, child: str) -> int:
-    """As `diff parent child | grep -c '^[<>]'` counts them: a line that differs counts as removed and as added."""
+    """As diff counts them: a line that differs is one removed and one added."""
     old, new = parent.splitlines(), child.splitlines()
     edits = difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes()
     return sum(i2 - i1 + j2 - j1 for what, i1, i2, j1, j2 in edits if what != "equal")
@@ -69,7 +69,7 @@ def test_the_tree_in_the_docs_is_the_tree_of_the_test():
 def test_a_child_differs_from_its_parent_by_no_more_than_its_budget(parent, child):
     count = changed_lines(SOURCE[parent], SOURCE[child])
     print(f"{parent}.py -> {child}.py: {count} changed lines")
-    assert count <= CHANGED.get(child, 0), f"diff algos/{parent}.py algos/{child}.py has {count} changed lines"
+    assert count <= CHANGED.get(child, 0), f"algos/{child}.py has {count} lines that differ from {parent}.py"
 
 
 @pytest.mark.parametrize("name", SOURCE)

@@ -973,7 +973,7 @@ def test_categorical_head_equals_torch_distributions(space):
     sizes = [space.n] if isinstance(space, Discrete) else space.nvec
     parts = [Categorical(logits=logits[:, k, :size]) for k, size in enumerate(sizes)]
     action = torch.stack([part.sample() for part in parts], dim=-1)
-    log_prob, entropy = head.log_prob_entropy(logits, action)
+    log_prob, entropy = head.log_prob(logits, action), head.entropy(logits)
     expected = sum(part.log_prob(action[:, k]) for k, part in enumerate(parts))
     torch.testing.assert_close(log_prob, expected, atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, sum(part.entropy() for part in parts), atol=1e-6, rtol=0)
@@ -987,7 +987,7 @@ def test_gaussian_head_equals_torch_distributions():
     mean = head(torch.randn(50, 8, dtype=torch.float64))
     normal = Normal(mean, head.log_std.exp())
     action = normal.sample() * 2
-    log_prob, entropy = head.log_prob_entropy(mean, action)
+    log_prob, entropy = head.log_prob(mean, action), head.entropy(mean)
     torch.testing.assert_close(log_prob, normal.log_prob(action).sum(-1), atol=1e-6, rtol=0)
     torch.testing.assert_close(entropy, normal.entropy().sum(-1), atol=1e-6, rtol=0)
 
@@ -1039,7 +1039,7 @@ def test_masked_actions_have_probability_0_and_are_never_drawn():
     for _ in range(20):
         action = head.sample(logits, head.noise(500))
         assert mask.gather(-1, action.unsqueeze(-1)).all()
-    log_prob, entropy = head.log_prob_entropy(logits, action)
+    log_prob, entropy = head.log_prob(logits, action), head.entropy(logits)
     expected = sum(
         torch.stack(
             [Categorical(logits=row[ok]).entropy() for row, ok in zip(logits[:, k], mask[:, k], strict=True)]

@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 PATH = ALGOS / "ppo_variants.py"
 variants = load_script(PATH)
 
-ONE_UPDATE = dict(update_epochs=1, num_minibatches=1)  # a rollout, so that the loss is that of the acting policy
+ONE_UPDATE = dict(update_epochs=1, num_minibatches=1)  # for each rollout: the loss is of the acting policy
 MAX = dict(entropy_method="max", normalize_advantage=False, stop_entropy_gradient=True)
 
 
@@ -47,7 +47,7 @@ def calls(monkeypatch):
 
 # ----------------------------------------------------------------------------------------- n-step advantages
 def brute_force_n_step(rewards, values, next_values, terminated, done, gamma, n_step):
-    """The return of up to n_step rewards, then the value of where they led, minus the value: a double loop."""
+    """The sum of up to n_step rewards and the value of where they led, minus the value: a double loop."""
     advantages = np.zeros(rewards.shape)
     for i in range(rewards.shape[1]):
         for t in range(len(rewards)):
@@ -165,8 +165,8 @@ def test_max_entropy_pays_the_bonus_on_top_of_the_sign_of_the_reward(calls):
 def test_max_entropy_keeps_the_policy_more_random():
     entropy = {}
     for coef in (0.0, 2.0):
-        changes = dict(learning_rate=0.01, anneal_lr=False, total_timesteps=2048, num_steps=64, update_epochs=4)
-        train("Masked", f"run{coef}", entropy_coef=coef, **MAX | changes)
+        changes = dict(learning_rate=0.01, anneal_lr=False, num_steps=64, update_epochs=4)
+        train("Masked", f"run{coef}", total_timesteps=2048, entropy_coef=coef, **MAX, **changes)
         entropy[coef] = float(progress(f"run{coef}")[-1]["policy/entropy"])
     assert entropy[2.0] > 2 * entropy[0.0]
 
@@ -262,12 +262,12 @@ def test_policy_kl_equals_torch_distributions(kind):
 
 
 def test_policy_kl_checks_no_values():
-    """A check would wait for the device and could be in no CUDA graph; what is not finite stops the run later."""
+    """A check would wait for the device and could be in no CUDA graph; the run stops later."""
     agents = two_agents(Box(-1, 1, (3,)))
     assert variants.policy_kl(*agents, torch.full((1, 3), torch.nan)).isnan().all()
 
 
-# ------------------------------------------------------------------------------------ attraction and repulsion
+# ----------------------------------------------------------------------------------- attraction and repulsion
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     """The run folder of a policy that prefers the first action of Walk, which no learner would."""
@@ -354,9 +354,9 @@ def test_references_are_read_from_a_folder_or_a_file_and_stay_as_they_are(refere
 
 def test_a_resumed_run_with_all_options_repeats_an_uninterrupted_one(reference):
     options = dict(attract_to=str(reference), repel_from=str(reference / "best.pt"), advantage="n_step")
-    flags = dict(entropy_coef=0.1, softplus_entropy=True, anneal_lr=False, checkpoint_every=64) | MAX | options
-    train(run_dir="whole", total_timesteps=128, **flags)
-    train(run_dir="parts", total_timesteps=64, **flags)
+    flags = dict(entropy_coef=0.1, softplus_entropy=True, anneal_lr=False, checkpoint_every=64, **MAX)
+    train(run_dir="whole", total_timesteps=128, **flags, **options)
+    train(run_dir="parts", total_timesteps=64, **flags, **options)
     Script(PATH).resume("parts", total_timesteps=128)
     for part in ("agent", "optimizer", "reward_norm"):
         assert equal(checkpoint("whole")[part], checkpoint("parts")[part])
