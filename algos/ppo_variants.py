@@ -106,20 +106,16 @@ class Args:
 
 # Own sweeps, begun at the settings of RL Baselines3 Zoo (ppo.yml); results: benchmark/results.
 TUNED = {
-    "CartPole-v1": dict(
-        total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98, gae_lambda=0.9
-    ),
+    "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
+                        gae_lambda=0.9),
     "Acrobot-v1": dict(
         total_timesteps=300_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=1e-3,
         normalize_obs=True, normalize_reward=True, eval_every=25_000,
     ),
-    "Pendulum-v1": dict(
-        total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3, gamma=0.9
-    ),
-    "MountainCar-v0": dict(
-        num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, normalize_obs=True,
-        normalize_reward=True, eval_every=50_000,
-    ),
+    "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3,
+                        gamma=0.9),
+    "MountainCar-v0": dict(num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, eval_every=50_000,
+                           normalize_obs=True, normalize_reward=True),
     "MountainCarContinuous-v0": dict(
         total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999, gae_lambda=0.9,
         normalize_obs=True, normalize_reward=True,
@@ -441,8 +437,8 @@ def train(args: Args) -> np.ndarray:
         """What the updates made of the policy, over the whole rollout."""
         log_prob, policy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
         change = policy_change(log_prob, batch["log_prob"], args.clip_coef)
-        entropy = agent.head.entropy(policy)
-        return change | {"policy/entropy": entropy.mean(), "policy/log_prob": log_prob.mean()}
+        change["policy/entropy"] = agent.head.entropy(policy).mean()
+        return change | {"policy/log_prob": log_prob.mean()}
 
     if args.compile and device.type == "cuda":
         update = CudaGraph(update)
@@ -514,10 +510,9 @@ def train(args: Args) -> np.ndarray:
         # Log
         metrics = {name: torch.stack([step[name] for step in steps]) for name in steps[0]}
         metrics["grad/norm_clipped"] = metrics["grad/norm"].clamp(max=max_norm)
+        metrics["value/explained_variance"] = 1 - advantage.var() / (advantage + value).var().clamp(min=1e-8)
         run.log({name: values.mean() for name, values in metrics.items()} | change)
         run.log({"reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max()})
-        explained_variance = 1 - advantage.var() / (advantage + value).var().clamp(min=1e-8)
-        run.log({"value/explained_variance": explained_variance})
         run.log({"schedule/learning_rate": args.learning_rate * fraction_left})
     envs.close()
     return run.close()

@@ -109,7 +109,7 @@ def test_n_step_learns_cartpole():
 # --------------------------------------------------------------------------------------------------- entropy
 def exact_entropy(agent, obs, mask):
     """Entropy of the policy at each observation, by torch.distributions on the legal actions alone."""
-    output = agent.head(agent.actor_trunk(agent.obs_norm(obs)))
+    output = agent.head(agent.actor_trunk(agent.normalize(obs)))
     if mask is None:
         return Independent(Normal(output, agent.head.log_std.exp()), 1).entropy()
     rows = zip(output[:, 0], mask[:, 0], strict=True)
@@ -238,7 +238,7 @@ def test_policy_kl_equals_torch_distributions(kind):
         mask = np.array([[[1, 1, 0, 1]], [[0, 1, 0, 0]], [[1, 0, 1, 0]]] * 2, dtype=bool)
     assert (mask is not None) == (kind in ("masked", "ragged"))
     mask = None if mask is None else torch.tensor(mask)
-    outputs = [agent.head(agent.actor_trunk(agent.obs_norm(obs))) for agent in agents]
+    outputs = [agent.head(agent.actor_trunk(agent.normalize(obs))) for agent in agents]
     if kind == "box":
         one, two = (Normal(x, agent.head.log_std.exp()) for x, agent in zip(outputs, agents, strict=True))
         expected, reverse = kl_divergence(one, two).sum(-1), kl_divergence(two, one).sum(-1)
