@@ -1,4 +1,4 @@
-"""Writes the table of algorithms in README.md, between two comments that mark its place, from data.
+"""Writes the table of algorithms in README.md and the results in docs/, each between two comments, from data.
 
     python benchmark/make_readme_table.py            # after benchmark/run.py, speed.py or a change in algos/
     python benchmark/make_readme_table.py --check    # exit code 1 if README.md is out of date
@@ -17,9 +17,10 @@ from pathlib import Path
 
 from run import ROOT, slug
 from speed import OURS, TASKS
-from suites import SUITES
+from suites import PUBLISHED, SUITES
 
 START, END = "<!-- table:start -->", "<!-- table:end -->"
+DOCS_START, DOCS_END = "<!-- results:start -->", "<!-- results:end -->"
 NOTE = """
 Result: mean return over seeds of 100 greedy episodes with the last policy (steps of training, seeds);
 ✓ reaches the bar of `benchmark/suites.py`, ✗ does not. Speed: our environment steps per second over those of
@@ -51,9 +52,9 @@ def steps(count: int) -> str:
     return f"{count / 1e6:g}M" if count >= 1e6 else f"{count / 1e3:g}k"
 
 
-def results(algo: str, folder: Path) -> str:
-    """Final evaluations of every cell that was measured, in the order of the suites."""
-    lines = []
+def finals(algo: str, folder: Path) -> list[tuple]:
+    """(cell, final means of its seeds) of every cell that was measured, in the order of the suites."""
+    measured = []
     for cell in (cell for name, suite in SUITES.items() for cell in suite if name != "smoke"):
         scores = [
             float(row["eval_return_mean"])
@@ -61,11 +62,34 @@ def results(algo: str, folder: Path) -> str:
             if row["kind"] == "final" and row["total_timesteps"] == str(cell.steps)
         ]
         if cell.algo == algo and scores:
-            mean = statistics.mean(scores)
-            mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
-            seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
-            lines.append(f"{cell.env_id} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
+            measured.append((cell, scores))
+    return measured
+
+
+def results(algo: str, folder: Path) -> str:
+    """One line a cell, for the README."""
+    lines = []
+    for cell, scores in finals(algo, folder):
+        mean = statistics.mean(scores)
+        mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
+        seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
+        lines.append(f"{cell.env_id} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
+
+
+def results_table(algo: str, folder: Path) -> str:
+    """The table of docs/{algo}.md: ours, the bar and what others published."""
+    lines = [
+        "| environment | steps | seeds | final return, mean ± std over seeds | bar | published |",
+        "|---|" + "---|" * 5,
+    ]
+    for cell, scores in finals(algo, folder):
+        ours = f"{statistics.mean(scores):.1f} ± {statistics.pstdev(scores):.1f}"
+        bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
+        lines.append(
+            f"| {cell.env_id} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"
+        )
+    return "\n".join(lines)
 
 
 def speeds(algo: str, folder: Path) -> str:
@@ -110,19 +134,23 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the two markers")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
     args = parser.parse_args()
-    text = args.readme.read_text(encoding="utf-8")
-    before, start, rest = text.partition(START)
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        print(f"{args.readme} lacks the lines {START} and {END}", file=sys.stderr)
-        return 2
-    new = f"{before}{START}\n{table(args.results)}\n\n{NOTE}\n{END}{after}"
-    if new == text:
-        return 0
-    if args.check:
-        print(f"{args.readme} is out of date: run python benchmark/make_readme_table.py", file=sys.stderr)
-        return 1
-    args.readme.write_text(new, encoding="utf-8")
+    wanted = {args.readme: (START, END, f"{table(args.results)}\n\n{NOTE}")}
+    for page in (ROOT / "docs").glob("*.md") if args.readme == ROOT / "README.md" else ():
+        if DOCS_START in page.read_text(encoding="utf-8"):
+            wanted[page] = DOCS_START, DOCS_END, results_table(page.stem, args.results)
+    for file, (mark, end_mark, content) in wanted.items():
+        text = file.read_text(encoding="utf-8")
+        before, start, rest = text.partition(mark)
+        _, end, after = rest.partition(end_mark)
+        if not (start and end):
+            print(f"{file} lacks the lines {mark} and {end_mark}", file=sys.stderr)
+            return 2
+        new = f"{before}{mark}\n{content}\n{end_mark}{after}"
+        if new != text and args.check:
+            print(f"{file} is out of date: run python benchmark/make_readme_table.py", file=sys.stderr)
+            return 1
+        if new != text:
+            file.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -48,3 +48,16 @@ SUITES = {
         Cell("ppo", "ALE/BeamRider-v5", 10_000_000, seeds=3, bar=3397),
     ],
 }  # fmt: skip
+
+# Published results, which docs/{algo}.md puts beside ours; each was measured in its own way, as it says.
+PUBLISHED = {
+    (
+        "ppo",
+        "CartPole-v1",
+    ): "500 at 100k (RL Baselines3 Zoo, one run); 490 at 500k (CleanRL, training return)",
+    ("ppo", "Acrobot-v1"): "-81.3 at 300k (SLM-Lab, training return); -73.5 at 1M (Zoo, one run)",
+    ("ppo", "Pendulum-v1"): "-172.2 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("ppo", "LunarLander-v3"): "242.1 at 1M on -v2 (RL Baselines3 Zoo, one run)",
+    ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
+    ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return); none known at 300k",
+}
