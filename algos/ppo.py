@@ -121,7 +121,7 @@ TUNED = {
     ),
     "LunarLanderContinuous-v3": dict(
         total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256, update_epochs=4,
-        learning_rate=6e-4, gamma=0.999, gae_lambda=0.98, eval_every=50_000,
+        learning_rate=6e-4, gamma=0.999, gae_lambda=0.98, normalize_reward=True, eval_every=50_000,
     ),
     # CleanRL's settings of its published MuJoCo and Atari tables
     "mujoco": dict(
