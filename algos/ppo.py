@@ -99,7 +99,7 @@ TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9),
     "Acrobot-v1": dict(
-        total_timesteps=300_000, num_envs=16, num_minibatches=8, update_epochs=5, learning_rate=1e-3,
+        total_timesteps=300_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=5e-4,
         normalize_obs=True, normalize_reward=True, eval_every=25_000,
     ),
     "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3,
