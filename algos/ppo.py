@@ -94,7 +94,7 @@ class Args:
     clip_reward: bool = False  # rewards to their sign, for learning only
 
 
-# Own sweeps, begun at the settings of RL Baselines3 Zoo (ppo.yml); results: benchmark/results.
+# Own sweeps from RL Baselines3 Zoo's ppo.yml on, results in benchmark/results; MountainCars: one seed only.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9),
@@ -123,7 +123,7 @@ TUNED = {
         total_timesteps=1_000_000, num_envs=16, num_steps=1024, num_minibatches=256, update_epochs=4,
         learning_rate=6e-4, gamma=0.999, gae_lambda=0.98, normalize_reward=True, eval_every=50_000,
     ),
-    # CleanRL's settings of its published MuJoCo and Atari tables
+    # after CleanRL's settings for MuJoCo and Atari (its Atari script also clips the value)
     "mujoco": dict(
         num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
         eval_every=50_000,
@@ -204,8 +204,8 @@ class CategoricalHead(nn.Module):
 
     def noise(self, *shape):
         """Gumbel noise (*shape, K, N): the argmax of logits + noise is a draw from softmax(logits)."""
-        uniform = torch.empty(*shape, *self.exists.shape, device=self.logits.weight.device)
-        return uniform.exponential_().log().neg()
+        noise = torch.empty(*shape, *self.exists.shape, device=self.logits.weight.device)
+        return noise.exponential_().log().neg()  # -log of an exponential variable is Gumbel
 
     def sample(self, logits, noise):
         return (logits + noise).argmax(-1)  # noise 0: the most likely action
@@ -586,7 +586,8 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         if atari:
             gym.register_envs(importlib.import_module("ale_py"))
             return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
-        sys.path.append(os.getcwd())  # so that module:Env-v0 finds a module where the user is
+        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
+            sys.path.append(os.getcwd())
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
         return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError, json.JSONDecodeError) as error:
