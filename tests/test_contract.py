@@ -431,6 +431,23 @@ def test_a_full_disk_costs_a_warning(script, plain, monkeypatch, capsys, error):
     assert progress()[-1]["step"] == "384"  # and the training went on
 
 
+def test_a_row_that_a_full_disk_refused_is_written_with_the_next(script, plain, monkeypatch, capsys):
+    real, refused = Path.open, []
+
+    def open_unless_full(path, mode="r", *args, **kwargs):
+        if path.name == "progress.csv" and mode == "a" and not refused:
+            refused.append(path)
+            raise OSError(28, "No space left on device")
+        return real(path, mode, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", open_unless_full)
+    script.train("run")
+    assert (
+        refused and "warning: run/progress.csv was not written, training goes on: " in capsys.readouterr().err
+    )
+    assert progress("run") == progress(plain[0])
+
+
 BROKEN_FILES = {
     "cut": lambda whole: whole[: len(whole) // 2], "empty": lambda whole: b"", "text": lambda whole: b"hello",
     "flipped": lambda whole: whole[:2000] + bytes(200) + whole[2200:],

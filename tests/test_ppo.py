@@ -349,6 +349,12 @@ def test_loss_is_the_sum_of_its_parts(record):
         assert row["loss/total"] == pytest.approx(parts, abs=1e-5)
 
 
+def test_kl_is_of_the_update_and_not_of_the_normalizer_that_moves_after_it():
+    quick("Walk", learning_rate=0.0, normalize_obs=True)
+    for row in progress():
+        assert float(row.get("policy/kl") or 0) == pytest.approx(0, abs=1e-9), "nothing was learned"
+
+
 def test_entropy_coef_keeps_the_policy_random(no_evaluation):
     entropy = {}
     for coef in (0.0, 1.0):
