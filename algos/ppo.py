@@ -496,11 +496,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 def set_up(args) -> torch.device:
     """Checks the arguments, sets the threads of torch and picks the device."""
-    positive = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                  n_step"""
+    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
+                n_step batch_size buffer_size train_every target_update_every policy_delay population
+                episodes_per_update episodes_per_member value_minibatches cg_iterations grid_size"""
+    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_decay exploration_fraction per_alpha
+                per_beta_start backtrack_ratio"""
+    signed = "stop_return target_entropy obs_low obs_high"
     for name, value in vars(args).items():
-        low = 1 if name in positive.split() else -math.inf if name == "stop_return" else 0
-        high = 1 if name in ("gamma", "gae_lambda") else math.inf
+        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
+        high = 1 if name in shares.split() else math.inf
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not low <= number <= high:
                 limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
@@ -809,8 +813,9 @@ class Run:
     # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
     SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
 
-    def __init__(self, args, agent, **parts):
+    def __init__(self, args, agent, log_every: int = 1, **parts):
         self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
+        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
         self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
         self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
@@ -892,28 +897,25 @@ class Run:
 
     def load(self, path: Path) -> None:
         try:
-            device = next(self.agent.parameters()).device
-            state = torch.load(path, map_location=device, weights_only=True)
+            state = torch.load(path, map_location="cpu", weights_only=True)
             for name in state:
                 self.parts[name].load_state_dict(state[name])
         except LOAD_ERRORS as error:
             raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
-        self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
-        for i in np.flatnonzero(done):
+    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
+        """Counts a step of every environment that is playing; reward is as the environment gave it."""
+        self.env_steps += len(reward) if playing is True else int(playing.sum())
+        self.episode_return += reward * playing
+        self.episode_length += playing
+        for i in np.flatnonzero(done & playing):
             self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
             self.recent.append(self.episodes[-1][1])
             self.episode_return[i], self.episode_length[i] = 0, 0
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Adds metrics to the row of this step. Tensors are read here, all in one transfer."""
-        tensors = {name: value for name, value in metrics.items() if isinstance(value, torch.Tensor)}
-        values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        self.row |= metrics | dict(zip(tensors, values, strict=True))
+        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
+        self.row |= metrics
 
     def check_finite(self, **values) -> None:
         """Stops the run before a NaN or an infinity reaches a checkpoint."""
@@ -954,6 +956,12 @@ class Run:
             over = f"over {len(self.returns)} episodes"
             print(f"return mean {mean:.1f} std {std:.1f} min {low:.1f} max {high:.1f} {over}")
             return False
+        if self.started and not self.signal and self.env_steps < self.next_stop:
+            self.new_segment = False
+            return True
+        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
+        values = torch.stack(list(tensors.values())).tolist() if tensors else []
+        self.row |= dict(zip(tensors, values, strict=True))
         due = lambda every, last: every and self.env_steps // every > last // every
         if self.started:
             steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
@@ -982,6 +990,9 @@ class Run:
             self.close()
             raise SystemExit(128 + self.signal)
         self.row_time = time.perf_counter()
+        self.next_stop = min(args.total_timesteps, self.env_steps + self.log_every)
+        for every in filter(None, (args.eval_every, args.checkpoint_every)):
+            self.next_stop = min(self.next_stop, every * (self.env_steps // every + 1))
         return not finished
 
     def write_row(self) -> None:
