@@ -369,7 +369,7 @@ def train(args: Args) -> np.ndarray:
 
     @torch.no_grad()
     def measure(batch):
-        """What the updates made of the policy, over the whole rollout."""
+        """What the updates have made of the policy, on a minibatch."""
         log_prob, policy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
         change = policy_change(log_prob, batch["log_prob"], args.clip_coef)
         change["policy/entropy"] = agent.head.entropy(policy).mean()
@@ -418,10 +418,14 @@ def train(args: Args) -> np.ndarray:
             reward = reward_norm(reward, done)
         if args.clip_reward:
             reward = reward.sign()
+        ends = storage.array["done"].astype(bool)
+        ends[-1] = True  # the rollout
+        ends = torch.from_numpy(np.flatnonzero(ends)).to(device, non_blocking=True)
         with torch.no_grad():
             batch["log_prob"], _, batch["value"] = agent(**batch)
-            next_value = agent.value(rollout["next_obs"].flatten(0, 1)).view_as(reward)
-        value = batch["value"].view_as(reward)
+            next_value = batch["value"].roll(-args.num_envs)  # that of the next row, but where something ends
+            next_value[ends] = agent.value(rollout["next_obs"].flatten(0, 1)[ends])
+        value, next_value = batch["value"].view_as(reward), next_value.view_as(reward)
         advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
         batch["advantage"], batch["return"] = advantage.flatten(), (advantage + value).flatten()
 
@@ -429,10 +433,11 @@ def train(args: Args) -> np.ndarray:
         steps = []
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size, device=device).split(batch_size // minibatches):
-                steps.append(update({name: column[rows] for name, column in batch.items()}))
-            if args.target_kl is not None and measure(batch)["policy/kl"] > args.target_kl:
+                minibatch = {name: column[rows] for name, column in batch.items()}
+                steps.append(update(minibatch))
+            change = measure(minibatch)
+            if args.target_kl is not None and change["policy/kl"] > args.target_kl:
                 break
-        change = measure(batch)
         if args.normalize_obs:  # only now, so that the ratio compares policies under the same normalizer
             agent.obs_norm.update(batch["obs"])
 
@@ -498,7 +503,7 @@ def set_up(args) -> torch.device:
     """Checks the arguments, sets the threads of torch and picks the device."""
     counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
                 n_step batch_size buffer_size train_every target_update_every policy_delay population
-                episodes_per_update episodes_per_member value_minibatches cg_iterations grid_size"""
+                episodes_per_update episodes_per_member value_minibatches cg_iterations grid_size log_every"""
     shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_decay exploration_fraction per_alpha
                 per_beta_start backtrack_ratio"""
     signed = "stop_return target_entropy obs_low obs_high"

@@ -358,7 +358,7 @@ def test_kl_is_of_the_update_and_not_of_the_normalizer_that_moves_after_it():
 def test_entropy_coef_keeps_the_policy_random(no_evaluation):
     entropy = {}
     for coef in (0.0, 1.0):
-        changes = dict(learning_rate=0.03, anneal_lr=False, total_timesteps=512)
+        changes = dict(learning_rate=0.03, anneal_lr=False, total_timesteps=512, num_minibatches=1)
         quick("Masked", run_dir=f"run{coef}", entropy_coef=coef, **changes)
         entropy[coef] = float(progress(f"run{coef}")[-1]["policy/entropy"])
     most = 2 / 3 * math.log(2)  # two of three times there are two legal actions
