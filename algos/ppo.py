@@ -25,7 +25,7 @@ Differences from the paper:
 # ///
 
 import contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, random, re
-import shutil, signal, subprocess, sys, threading, time
+import shutil, signal, subprocess, sys, threading, time, zipfile
 from collections import deque
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -504,8 +504,8 @@ def set_up(args) -> torch.device:
     counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
                 n_step batch_size buffer_size train_every target_update_every policy_delay population
                 episodes_per_update episodes_per_member value_minibatches cg_iterations grid_size log_every"""
-    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_decay exploration_fraction per_alpha
-                per_beta_start backtrack_ratio"""
+    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
+                per_alpha per_beta_start backtrack_ratio"""
     signed = "stop_return target_entropy obs_low obs_high"
     for name, value in vars(args).items():
         low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
@@ -733,7 +733,9 @@ class CudaGraph:
 
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-LOAD_ERRORS = OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError
+LOAD_ERRORS = (
+    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
 EVALUATION_SEED = 10_000_000
 
 
@@ -902,6 +904,8 @@ class Run:
 
     def load(self, path: Path) -> None:
         try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+                raise ValueError(f"{damaged} is damaged")
             state = torch.load(path, map_location="cpu", weights_only=True)
             for name in state:
                 self.parts[name].load_state_dict(state[name])
@@ -995,9 +999,9 @@ class Run:
             self.close()
             raise SystemExit(128 + self.signal)
         self.row_time = time.perf_counter()
-        self.next_stop = min(args.total_timesteps, self.env_steps + self.log_every)
-        for every in filter(None, (args.eval_every, args.checkpoint_every)):
-            self.next_stop = min(self.next_stop, every * (self.env_steps // every + 1))
+        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
+        pauses = [every * (self.env_steps // every + 1) for every in intervals]
+        self.next_stop = min(args.total_timesteps, *pauses)
         return not finished
 
     def write_row(self) -> None:

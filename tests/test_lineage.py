@@ -14,7 +14,7 @@ PARENT = {
     "ppo_rnd": "ppo", "dqn": "q_learning", "sac": "ddpg_td3",
 }  # fmt: skip
 CHANGED = {"ppo_variants": 97}  # lines removed and lines added on the way from the parent
-LINES = {"ppo": (454, 1071), "ppo_variants": (525, 1142)}  # above the rule line of the utilities, in all
+LINES = {"ppo": (454, 1075), "ppo_variants": (525, 1146)}  # above the rule line of the utilities, in all
 
 SOURCE = {path.stem: path.read_text() for path in SCRIPTS}
 PAIRS = [(parent, child) for child, parent in PARENT.items() if {parent, child} <= SOURCE.keys()]
@@ -85,5 +85,5 @@ def test_a_script_is_no_longer_than_its_budget(name):
 @pytest.mark.parametrize("name", SOURCE)
 def test_the_first_equation_stands_before_line_140(name):
     lines = SOURCE[name].splitlines()
-    numbers = [i for i, line in enumerate(lines, 1) if re.search(r"\S = \S.*\beq\. \d", line)]
+    numbers = [i for i, line in enumerate(lines, 1) if re.search(r"\S = \S.*\b(eq\.|Algorithm) \d", line)]
     assert numbers and numbers[0] < 140
