@@ -502,8 +502,9 @@ def parse_args(argv: list[str] | None = None) -> Args:
 def set_up(args) -> torch.device:
     """Checks the arguments, sets the threads of torch and picks the device."""
     counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                n_step batch_size buffer_size train_every target_update_every policy_delay population
-                episodes_per_update episodes_per_member value_minibatches cg_iterations grid_size log_every"""
+                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
+                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
+                log_every"""
     shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
                 per_alpha per_beta_start backtrack_ratio"""
     signed = "stop_return target_entropy obs_low obs_high"
@@ -906,8 +907,9 @@ class Run:
         try:
             if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
                 raise ValueError(f"{damaged} is damaged")
-            state = torch.load(path, map_location="cpu", weights_only=True)
-            for name in state:
+            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
+            for name in ["agent"] if play else state:
                 self.parts[name].load_state_dict(state[name])
         except LOAD_ERRORS as error:
             raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None

@@ -52,13 +52,17 @@ def steps(count: int) -> str:
     return f"{count / 1e6:g}M" if count >= 1e6 else f"{count / 1e3:g}k"
 
 
+def title(cell) -> str:
+    return f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
+
+
 def finals(algo: str, folder: Path) -> list[tuple]:
     """(cell, final means of its seeds) of every cell that was measured, in the order of the suites."""
     measured = []
     for cell in (cell for name, suite in SUITES.items() for cell in suite if name != "smoke"):
         scores = [
             float(row["eval_return_mean"])
-            for row in rows_of(folder / f"{algo}__{slug(cell.env_id)}.csv")
+            for row in rows_of(folder / f"{cell.name}__{slug(cell.env_id)}.csv")
             if row["kind"] == "final" and row["total_timesteps"] == str(cell.steps)
         ]
         if cell.algo == algo and scores:
@@ -73,7 +77,7 @@ def results(algo: str, folder: Path) -> str:
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
-        lines.append(f"{cell.env_id} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
+        lines.append(f"{title(cell)} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
 
 
@@ -87,15 +91,17 @@ def results_table(algo: str, folder: Path) -> str:
         ours = f"{statistics.mean(scores):.1f} ± {statistics.pstdev(scores):.1f}"
         bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
         lines.append(
-            f"| {cell.env_id} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"
+            f"| {title(cell)} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"
         )
     return "\n".join(lines)
 
 
 def speeds(algo: str, folder: Path) -> str:
-    """Median ratios to Stable-Baselines3, and seconds to solve CartPole-v1. Only ppo is compared so far."""
+    """Median ratios to Stable-Baselines3, and seconds to solve CartPole-v1."""
     pairs = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of(folder / "speed.csv") if algo == "ppo" else ():
+    for row in rows_of(folder / "speed.csv"):
+        if TASKS[row["task"]].algo != algo:
+            continue
         key, pair = (row["kind"], row["task"], row["threads"]), int(row["pair"])
         pairs[key][pair][row["library"]] = float(row["steps_per_second"] or row["seconds"])
     lines = []
@@ -107,7 +113,7 @@ def speeds(algo: str, folder: Path) -> str:
         )
         torch_threads = "" if threads == "0" else f", {threads} thread{'s' if threads != '1' else ''}"
         if kind == "speed":
-            lines.append(f"{task} {middle:.1f}×{torch_threads}")
+            lines.append(f"{TASKS[task].env_id} {middle:.1f}×{torch_threads}")
         else:
             seconds = statistics.median(pair[OURS] for pair in measured.values())
             lines.append(f"{task} solved {seconds:.0f} s after the command")

@@ -1,11 +1,13 @@
 """Draws learning curves of many seeds from benchmark/results, or every logged curve of one run.
 
     python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
+    python benchmark/plot.py --results benchmark/results/*__CartPole-v1.csv --together --out compared.png
     python benchmark/plot.py --run runs/CartPole-v1/ppo/1-20270131-120000
 
 Per environment: mean (solid) and interquartile mean (dashed) over seeds with 95% intervals of a stratified
 bootstrap, as Agarwal et al. 2021 (arXiv 2108.13264) recommend. The last panel joins all environments with
-a bar, on a scale where 0 is the untrained policy and 1 the bar.
+a bar, on a scale where 0 is the untrained policy and 1 the bar. --together compares algorithms: one panel per
+environment with the means alone, of trainings of any length, in the order of the files, and no joint panel.
 """
 
 import argparse
@@ -70,7 +72,7 @@ def stratified_bootstrap(strata, statistic, resamples=2000, level=0.95, seed=0):
 
 # --------------------------------------------------------------------------------------- curves of many seeds
 def read_curves(files: list[Path]) -> dict:
-    """{(env_id, algo, total_timesteps): [(steps, returns) of each seed]} from CSVs of benchmark/run.py."""
+    """{(env_id, algo, total_timesteps): [(steps, returns) of each seed]} from CSVs of run.py."""
     runs = defaultdict(list)
     for path in files:
         with path.open(newline="") as file:
@@ -79,7 +81,7 @@ def read_curves(files: list[Path]) -> dict:
                     key = row["env_id"], row["algo"], int(row["total_timesteps"])
                     runs[(*key, int(row["seed"]))].append((int(row["step"]), float(row["eval_return_mean"])))
     curves = defaultdict(list)
-    for (*key, _), points in sorted(runs.items()):
+    for (*key, _), points in runs.items():
         curves[tuple(key)].append(tuple(map(np.array, zip(*sorted(points), strict=True))))
     return curves
 
@@ -94,7 +96,7 @@ def on_one_grid(seeds: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
 
 def find_bar(env_id: str, algo: str, total: int) -> float | None:
     cells = [cell for suite in SUITES.values() for cell in suite]
-    return next((c.bar for c in cells if (c.env_id, c.algo, c.steps) == (env_id, algo, total)), None)
+    return next((c.bar for c in cells if (c.env_id, c.name, c.steps) == (env_id, algo, total)), None)
 
 
 def steps_label(value: float, _=None) -> str:
@@ -115,23 +117,25 @@ def make_panels(count: int, width: float, height: float):
     return figure, list(grid.flat[:count])
 
 
-def draw(axes, x, strata, label: str, colour: str) -> None:
-    for statistic, dashes in ((mean, "-"), (iqm, "--")):
+def draw(axes, x, strata, label: str, colour: str, statistics=(mean, iqm)) -> None:
+    for statistic in statistics:
         estimate, lower, upper = stratified_bootstrap(strata, statistic)
-        name = {mean: "mean", iqm: "IQM"}[statistic]
+        name, dashes = {mean: ("mean", "-"), iqm: ("IQM", "--")}[statistic]
         axes.plot(x, estimate, dashes, color=colour, linewidth=1.6, label=f"{label}, {name}")
         axes.fill_between(
             x, lower, upper, color=colour, alpha=0.18 if statistic is mean else 0.1, linewidth=0
         )
 
 
-def draw_results(files: list[Path], out: Path) -> None:
-    """One panel per (environment, length), and one over all environments with a bar if there are two."""
+def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
+    """One panel per (environment, length), and one over all environments with a bar if there are two; or,
+    together, one panel per environment."""
     curves = read_curves(files)
     if not curves:
         sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
-    panels, joint = sorted({(env, total) for env, _, total in curves}), defaultdict(list)
-    algos = sorted({algo for _, algo, _ in curves})
+    place = lambda env, total: (env, 0 if together else total)
+    panels, joint = sorted({place(env, total) for env, _, total in curves}), defaultdict(list)
+    algos = list(dict.fromkeys(algo for _, algo, _ in curves))
     colour = {algo: COLOURS[i % len(COLOURS)] for i, algo in enumerate(algos)}
     share = np.linspace(0, 1, 51)
     for (env_id, algo, total), seeds in sorted(curves.items()):
@@ -140,17 +144,22 @@ def draw_results(files: list[Path], out: Path) -> None:
         if bar is not None and steps[0] == 0 and bar != start:
             score = (returns - start) / (bar - start)
             joint[algo].append(np.stack([np.interp(share, steps / steps[-1], run) for run in score]))
-    joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1}
+    joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1 and not together}
     count = len(panels) + bool(joint)
     figure, panel = make_panels(count, 4.4, 3.3)
-    for axes, (env_id, total) in zip(panel, panels, strict=False):
-        for algo in algos:
-            if (env_id, algo, total) in curves:
-                steps, returns = on_one_grid(curves[env_id, algo, total])
-                draw(axes, steps, [returns], f"{algo} ({len(returns)} seeds)", colour[algo])
+    for axes, where in zip(panel, panels, strict=False):
+        bars = {}
+        for (env_id, algo, total), seeds in curves.items():
+            if place(env_id, total) == where:
+                steps, returns = on_one_grid(seeds)
+                label = f"{algo} ({len(returns)} seeds)"
+                draw(axes, steps, [returns], label, colour[algo], (mean,) if together else (mean, iqm))
                 if (bar := find_bar(env_id, algo, total)) is not None:
-                    axes.axhline(bar, color=colour[algo], linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
-        axes.set(title=env_id, xlabel="environment steps", ylabel="return of the evaluation")
+                    bars.setdefault(bar, []).append(colour[algo])
+        for bar, colours in bars.items():
+            shared = colours[0] if len(colours) == 1 else "black"
+            axes.axhline(bar, color=shared, linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
+        axes.set(title=where[0], xlabel="environment steps", ylabel="return of the evaluation")
         axes.xaxis.set_major_formatter(steps_label)
         axes.legend(fontsize=8)
     if joint:
@@ -217,6 +226,7 @@ def main() -> None:
     )
     parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
     parser.add_argument("--out", type=Path, help="picture to write (.png, .svg, .pdf); goes with --results")
+    parser.add_argument("--together", action="store_true", help="algorithms in one panel per environment")
     parser.add_argument("--run", type=Path, help="run folder: draws all of its progress.csv into RUN/plots")
     args = parser.parse_args()
     if bool(args.results) == bool(args.run) or bool(args.results) != bool(args.out):
@@ -225,7 +235,7 @@ def main() -> None:
     if args.run:
         draw_run(args.run)
     else:
-        draw_results(args.results, args.out)
+        draw_results(args.results, args.out, args.together)
 
 
 if __name__ == "__main__":

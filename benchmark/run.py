@@ -123,7 +123,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
 
     Beside the run folder NAME lie NAME.log with all output and NAME.json with what is done already.
     """
-    folder = runs / f"{cell.algo}__{slug(cell.env_id)}__{cell.steps}" / str(seed)
+    folder = runs / f"{cell.name}__{slug(cell.env_id)}__{cell.steps}" / str(seed)
     record_file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     command = [f"algos/{cell.algo}.py", "--env-id", cell.env_id, "--seed", str(seed)]
     command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
@@ -164,7 +164,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
 def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     """One row per evaluation of the training (kind: curve) and one for the final evaluation (kind: final)."""
     environment = json.loads((folder / "environment.json").read_text())
-    same = dict(algo=cell.algo, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
+    same = dict(algo=cell.name, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
     same |= {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy", "device")}
     same |= dict(cpu=record["cpu"], cores=record["cores"], git_commit=" ".join(record["commits"]))
     same["command"] = " ".join(["python", *record["command"]])
@@ -260,7 +260,7 @@ def summary(finals: dict[Cell, list[float]]) -> str:
         bar, reached = (
             ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if mean >= cell.bar else "no")
         )
-        name = f"{cell.algo} {cell.env_id} {cell.steps:,}"
+        name = f"{cell.name} {cell.env_id} {cell.steps:,}"
         lines.append((name, str(len(means)), f"{mean:.1f}{spread}" if means else "-", bar, reached))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
@@ -296,7 +296,7 @@ def main() -> int:
     jobs = [(cell, seed, args.runs.resolve(), args.final_episodes) for cell in cells for seed in seeds(cell)]
     finals, failed, start = {cell: [] for cell in cells}, 0, time.monotonic()
     for (cell, seed, *_), rows in (run_ray if args.engine == "ray" else run_local)(jobs, args.jobs):
-        name = f"{cell.algo} {cell.env_id} seed {seed}"
+        name = f"{cell.name} {cell.env_id} seed {seed}"
         if isinstance(rows, Failed):
             failed += 1
             print(f"{name}: FAILED: {rows}", file=sys.stderr, flush=True)

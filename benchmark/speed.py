@@ -1,6 +1,6 @@
-"""Compares the speed of algos/ppo.py with Stable-Baselines3 (an optional package) at equal settings.
+"""Compares the speed of ppo.py and a2c.py with Stable-Baselines3 (an optional package) at equal settings.
 
-    python benchmark/speed.py --tasks CartPole-v1 HalfCheetah-v5 ALE/Pong-v5 --pairs 5
+    python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --solve --pairs 5
 
 A machine drifts by tens of percent within minutes, so the two sides take turns, A B A B, each time in a new
@@ -32,6 +32,8 @@ COLUMNS = """
 
 
 class Task(NamedTuple):
+    algo: str
+    env_id: str
     num_envs: int
     num_steps: int
     update_epochs: int
@@ -44,11 +46,20 @@ class Task(NamedTuple):
 # Networks: 64x64 tanh, actor and critic apart; on Pong the Nature CNN with 512 features, shared. Nothing but
 # advantages is normalized. HalfCheetah has the defaults of Stable-Baselines3: 10 epochs, minibatches of 64.
 # Pong: our environments are ale-py's, theirs make_atari_env with VecFrameStack; both have sticky actions.
+# A2C: RMSprop, the default of Stable-Baselines3, and its number of steps.
+# SAC and TD3: two hidden layers of 256, relu, batches of 256, one update for each step from step 1,000 on.
 TASKS = {
-    "CartPole-v1": Task(4, 128, 4, 4, window=120, warmup=10, threads=1),
-    "HalfCheetah-v5": Task(1, 2048, 10, 32, window=6, warmup=2, threads=1),
-    "ALE/Pong-v5": Task(8, 128, 4, 4, window=6, warmup=2, threads=0),
+    "CartPole-v1": Task("ppo", "CartPole-v1", 4, 128, 4, 4, window=120, warmup=10, threads=1),
+    "HalfCheetah-v5": Task("ppo", "HalfCheetah-v5", 1, 2048, 10, 32, window=6, warmup=2, threads=1),
+    "ALE/Pong-v5": Task("ppo", "ALE/Pong-v5", 8, 128, 4, 4, window=6, warmup=2, threads=0),
+    "a2c CartPole-v1": Task("a2c", "CartPole-v1", 4, 5, 1, 1, window=5000, warmup=250, threads=1),
+    "sac HalfCheetah-v5": Task("sac", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
+    "sac Pendulum-v1": Task("sac", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
+    "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
+    "td3 Pendulum-v1": Task("ddpg_td3", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
+    "a2c ALE/Pong-v5": Task("a2c", "ALE/Pong-v5", 16, 5, 1, 1, window=100, warmup=25, threads=0),
 }
+OFF_POLICY = "sac", "ddpg_td3"  # one step and one update are one rollout of theirs
 SOLVE = dict(
     env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
 )
@@ -68,10 +79,10 @@ def call(words: list[str]) -> tuple[str, float]:
 
 
 # ------------------------------------------------------------------------------------------------------- ours
-def run_ours(arguments: list[str], threads: int) -> tuple[list[dict], dict, float]:
-    """One training of algos/ppo.py: the rows of its progress.csv, its versions, its seconds in all."""
+def run_ours(algo: str, arguments: list[str], threads: int) -> tuple[list[dict], dict, float]:
+    """One training of algos/{algo}.py: the rows of its progress.csv, its versions, its seconds in all."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "algos/ppo.py", *arguments, "--torch-threads", str(threads)]
+        words = [sys.executable, f"algos/{algo}.py", *arguments, "--torch-threads", str(threads)]
         _, seconds = call([*words, "--device", "cpu", "--run-dir", f"{folder}/run"])
         environment = json.loads(Path(folder, "run/environment.json").read_text())
         with Path(folder, "run/progress.csv").open(newline="") as file:
@@ -80,29 +91,41 @@ def run_ours(arguments: list[str], threads: int) -> tuple[list[dict], dict, floa
     return rows, versions, seconds
 
 
-def speed_of_ours(env_id: str, task: Task) -> dict:
+def speed_of_ours(task: Task) -> dict:
     """Environment steps per second between two rows of progress.csv, logging included."""
     batch, rollouts = task.num_envs * task.num_steps, task.warmup + task.window + 1
-    fields = ("num_envs", "num_steps", "update_epochs", "num_minibatches")
-    words = ["--env-id", env_id, "--total-timesteps", str(rollouts * batch)]
-    for name in fields:
-        words += [f"--{name.replace('_', '-')}", str(getattr(task, name))]
-    words += ["--no-normalize-obs", "--no-normalize-reward", "--no-clip-value"]
-    if not env_id.startswith("ALE/"):
+    words = ["--env-id", task.env_id, "--total-timesteps", str(rollouts * batch)]
+    words += ["--num-envs", str(task.num_envs), "--no-normalize-obs"]
+    if task.algo in OFF_POLICY:
+        words += ["--batch-size", "256", "--learning-starts", "1000", "--updates-per-step", "1"]
+        words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "0"]
+    else:
+        words += ["--num-steps", str(task.num_steps), "--no-normalize-reward"]
+    if task.algo == "ppo":
+        words += ["--update-epochs", str(task.update_epochs), "--num-minibatches", str(task.num_minibatches)]
+        words += ["--no-clip-value"]
+    elif task.algo == "a2c":
+        words += ["--optimizer", "rmsprop", "--critic-lr", "None", "--entropy-coef", "0", "--gae-lambda", "1"]
+        words += ["--no-normalize-advantage"]
+    if not task.env_id.startswith("ALE/") and task.algo not in OFF_POLICY:
         words += ["--hidden-sizes", "64", "64", "--activation", "tanh", "--no-shared-trunk"]
     words += ["--eval-every", "0", "--eval-episodes", "1", "--checkpoint-every", "0"]
-    rows, versions, _ = run_ours(words, task.threads)
-    # One row per rollout. The last one has the final evaluation in its time, so the window ends before it.
-    first, last = rows[task.warmup - 1], rows[task.warmup + task.window - 1]
+    rows, versions, _ = run_ours(task.algo, words, task.threads)
+    # A row per rollout, or per 1,000 steps for a2c, sac and td3. The last row has the final evaluation in its
+    # time, so the window ends before it.
+    begin, end = task.warmup * batch, (task.warmup + task.window) * batch
+    rows = [row for row in rows if begin <= int(row["step"]) <= end]
+    if len(rows) < 2:
+        sys.exit(f"speed.py: --window {task.window} spans less than two rows of the log: give a longer one")
+    first, last = rows[0], rows[-1]
     steps = int(last["step"]) - int(first["step"])
-    assert steps == task.window * batch, f"{steps} steps in a window of {task.window * batch}"
     seconds = float(last["wall_time"]) - float(first["wall_time"])
     return versions | dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=steps / seconds)
 
 
 def solve_ours(seed: int, threads: int) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
-    rows, versions, seconds = run_ours([*words, f"--seed={seed}"], threads)
+    rows, versions, seconds = run_ours("ppo", [*words, f"--seed={seed}"], threads)
     solved = float(rows[-1]["eval/return_mean"]) >= SOLVE["stop_return"]
     return versions | dict(env_steps=int(rows[-1]["step"]), seconds=round(seconds, 3), solved=solved)
 
@@ -114,8 +137,8 @@ def run_peer(python: str, **request) -> tuple[dict, float]:
     return json.loads(text.strip().splitlines()[-1]), seconds
 
 
-def speed_of_peer(python: str, env_id: str, task: Task) -> dict:
-    answer, _ = run_peer(python, env_id=env_id, **task._asdict())
+def speed_of_peer(python: str, task: Task) -> dict:
+    answer, _ = run_peer(python, **task._asdict())
     return answer | dict(steps_per_second=answer["env_steps"] / answer["seconds"])
 
 
@@ -127,7 +150,7 @@ def solve_peer(python: str, seed: int, threads: int) -> dict:
 def peer(request: dict) -> dict:
     """The side of Stable-Baselines3, in its own process."""
     import torch
-    from stable_baselines3 import PPO, __version__
+    from stable_baselines3 import A2C, PPO, SAC, TD3, __version__
     from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnRewardThreshold
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack
@@ -164,8 +187,8 @@ def peer(request: dict) -> dict:
         def _on_step(self):
             return True
 
-    env_id, task = request["env_id"], Task(**{name: request[name] for name in Task._fields})
-    batch = task.num_envs * task.num_steps
+    task = Task(**{name: request[name] for name in Task._fields})
+    env_id, batch = task.env_id, task.num_envs * task.num_steps
     atari = env_id.startswith("ALE/")
     if atari:
         importlib.import_module("gymnasium").register_envs(importlib.import_module("ale_py"))
@@ -173,10 +196,21 @@ def peer(request: dict) -> dict:
         envs = VecFrameStack(make_atari_env(env_id, n_envs=task.num_envs, seed=1, env_kwargs=one_frame), 4)
     else:
         envs = make_vec_env(env_id, n_envs=task.num_envs, seed=1)
-    model = PPO(
-        "CnnPolicy" if atari else "MlpPolicy", envs, n_steps=task.num_steps, n_epochs=task.update_epochs,
-        batch_size=batch // task.num_minibatches, seed=1, device="cpu",
-    )  # fmt: skip
+    same = dict(policy="CnnPolicy" if atari else "MlpPolicy", env=envs, seed=1, device="cpu")
+    if task.algo in OFF_POLICY:
+        layers = dict(policy_kwargs=dict(net_arch=[256, 256]))
+        model = {"sac": SAC, "ddpg_td3": TD3}[task.algo](
+            batch_size=256, learning_starts=1000, **layers, **same
+        )
+    elif task.algo == "ppo":
+        model = PPO(
+            n_steps=task.num_steps,
+            n_epochs=task.update_epochs,
+            batch_size=batch // task.num_minibatches,
+            **same,
+        )
+    else:
+        model = A2C(n_steps=task.num_steps, **same)
     clock = Clock()
     model.learn((task.warmup + task.window + 1) * batch, callback=clock)
     seconds = clock.times[task.warmup + task.window] - clock.times[task.warmup]
@@ -259,17 +293,17 @@ def main() -> None:
         rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
         write_rows(rows, args.out)
         return
-    for env_id in args.tasks:
-        task = TASKS[env_id]
+    for name in args.tasks:
+        task = TASKS[name]
         task = task._replace(
             threads=task.threads if args.threads is None else args.threads, window=args.window or task.window
         )
         sides = {
-            OURS: lambda _, env_id=env_id, task=task: speed_of_ours(env_id, task),
-            PEER: lambda _, env_id=env_id, task=task: speed_of_peer(args.sb3_python, env_id, task),
+            OURS: lambda _, task=task: speed_of_ours(task),
+            PEER: lambda _, task=task: speed_of_peer(args.sb3_python, task),
         }
-        settings = {name: value for name, value in task._asdict().items() if name in COLUMNS}
-        write_rows(compare("speed", env_id, sides, common | settings, args.pairs), args.out)
+        settings = {field: value for field, value in task._asdict().items() if field in COLUMNS}
+        write_rows(compare("speed", name, sides, common | settings, args.pairs), args.out)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,20 @@ class Cell(NamedTuple):
     seeds: int  # seeds 1, 2, ..., seeds
     bar: float | None = None
     args: tuple[str, ...] = ()  # further arguments of the script
+    variant: str = ""  # a name for these arguments, if the script is measured with others too
+
+    @property
+    def name(self) -> str:
+        """What results and pictures call it: the algorithm and the variant."""
+        return f"{self.algo}-{self.variant}" if self.variant else self.algo
 
 
 LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same curve as 100
+PONG = (
+    "--env-kwargs", '{"repeat_action_probability": 0}', "--buffer-size", "100000", "--train-every", "1",
+    "--learning-starts", "10000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
+    "--no-anneal-lr", "--eval-every", "25000", "--checkpoint-every", "150000",
+)  # fmt: skip
 
 SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
@@ -47,6 +58,51 @@ SUITES = {
         Cell("ppo", "ALE/Breakout-v5", 10_000_000, seeds=3, bar=466),
         Cell("ppo", "ALE/BeamRider-v5", 10_000_000, seeds=3, bar=3397),
     ],
+    "ddpg_td3": [
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "ddpg"), "ddpg"),
+        Cell("ddpg_td3", "MountainCarContinuous-v0", 300_000, seeds=5, bar=90),
+        Cell("ddpg_td3", "HalfCheetah-v5", 100_000, seeds=3),
+    ],
+    "sac": [
+        Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
+        Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
+        Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=3),
+        Cell("sac", "HalfCheetah-v5", 100_000, seeds=3),
+    ],
+    # A lake that is not slippery has another length, so that its results are told from the other's.
+    "q_learning": [
+        Cell(
+            "q_learning", "FrozenLake-v1", 50_000, seeds=5, bar=1.0,
+            args=("--env-kwargs", '{"is_slippery": false}'),
+        ),
+        Cell("q_learning", "FrozenLake-v1", 200_000, seeds=5, bar=0.7),  # the optimum is 0.744
+        Cell("q_learning", "CliffWalking-v1", 50_000, seeds=5, bar=-13),  # the optimum
+        Cell("q_learning", "Taxi-v4", 300_000, seeds=5, bar=7.5),  # the optimum is 7.93
+        Cell("q_learning", "MountainCar-v0", 1_000_000, seeds=5),
+        Cell("q_learning", "CartPole-v1", 500_000, seeds=5),
+    ],
+    "dqn": [
+        Cell("dqn", "CartPole-v1", 50_000, seeds=5, bar=475),
+        Cell("dqn", "Acrobot-v1", 100_000, seeds=5, bar=-77),
+        Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
+        Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
+    ],
+    "policy_gradient": [
+        Cell("reinforce", "CartPole-v1", 200_000, seeds=5, bar=475),
+        Cell("reinforce", "Acrobot-v1", 300_000, seeds=5),
+        Cell("vpg", "CartPole-v1", 200_000, seeds=5, bar=475),
+        Cell("vpg", "Acrobot-v1", 200_000, seeds=5),
+        Cell("trpo", "CartPole-v1", 100_000, seeds=5, bar=475),
+        Cell("trpo", "Acrobot-v1", 100_000, seeds=5),
+        Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
+        Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
+    ],
+    # A GPU and hours. First wins by 250k agent steps and 20 by 450k; with 4 steps by 150k and 170k.
+    "dqn_pong": [
+        Cell("dqn", "ALE/Pong-v5", 450_000, seeds=3, bar=20, args=PONG),
+        Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, (*PONG, "--n-step", "4"), "4_step"),
+    ],
 }  # fmt: skip
 
 # Published results, which docs/{algo}.md puts beside ours; each was measured in its own way, as it says.
@@ -60,4 +116,14 @@ PUBLISHED = {
     ("ppo", "LunarLander-v3"): "242.1 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return); none known at 300k",
+    ("reinforce", "CartPole-v1"): "483.3 at 200k (SLM-Lab, training return, centered returns)",
+    ("trpo", "CartPole-v1"): "500 at 100k (RL Baselines3 Zoo, one run)",
+    ("trpo", "Acrobot-v1"): "-83.1 at 100k (RL Baselines3 Zoo, one run)",
+    ("trpo", "Pendulum-v1"): "-174.6 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("trpo", "MountainCarContinuous-v0"): "92.5 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("q_learning", "Taxi-v4"): "7.56 on -v3 (Hugging Face, a tabular one, one run)",
+    ("dqn", "CartPole-v1"): "500 at 50k (RL Baselines3 Zoo, one run)",
+    ("dqn", "Acrobot-v1"): "-76.6 at 100k (RL Baselines3 Zoo, one run)",
+    ("dqn", "MountainCar-v0"): "-100.8 at 120k (RL Baselines3 Zoo, one run)",
+    ("dqn", "LunarLander-v3"): "265.9 at 300k (SLM-Lab, training return, double with PER)",
 }

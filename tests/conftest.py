@@ -32,7 +32,8 @@ TINY = dict(
     seed=1, device="cpu", total_timesteps=384, eval_every=128, checkpoint_every=128, eval_episodes=2,
     num_envs=2, num_steps=32, update_epochs=2, num_minibatches=2, batch_size=16, buffer_size=400,
     learning_starts=64, train_every=16, hidden_sizes=(8,), normalize_obs=True, normalize_reward=True,
-    activation="tanh", shared_trunk=False, population=4,
+    activation="tanh", shared_trunk=False, population=4, log_every=64, episodes_per_update=2, value_epochs=2,
+    value_minibatches=2,
 )  # fmt: skip
 
 
@@ -59,13 +60,30 @@ class Script:
     def has(self, field: str) -> bool:
         return field in self.module.Args.__dataclass_fields__
 
+    @property
+    def whole_episodes(self) -> bool:
+        """A rollout is a number of episodes, not of steps."""
+        return self.has("episodes_per_update") or self.has("population")
+
+    @property
+    def step_by_step(self) -> bool:
+        """It can be stopped after every step of the environments, not only after a rollout."""
+        return self.has("log_every") and not self.has("num_steps")
+
     def env(self, name: str, **kwargs) -> dict:
         """Arguments for an environment of probe_envs that this script can act in."""
         if name not in ("Box", "Masked", "Spaces"):
             kwargs["actions"] = self.actions
         if name == "Walk":
             kwargs["discrete_obs"] = self.discrete_obs
-        return dict(env_id=f"probe_envs:{name}-v0", env_kwargs=json.dumps(kwargs))
+        limit = {}
+        if self.whole_episodes:  # they make a rollout: of 64 steps in all, as with num_steps and num_envs of TINY
+            limit = {} if self.has("population") else {"max_episode_steps": 100}
+            if name in ("Walk", "Broken"):
+                kwargs["length"] = 16 if self.has("population") else 32
+            if name == "Walk":
+                kwargs["edge"] = 100
+        return dict(env_id=f"probe_envs:{name}-v0", env_kwargs=json.dumps(kwargs)) | limit
 
     def args(self, run_dir="run", **fields):
         """Args with the settings of TINY in the Walk environment, then those given."""
@@ -75,7 +93,7 @@ class Script:
     def flags(self, run_dir="run", **fields) -> list[str]:
         """The same as a command line."""
         words, given = [], vars(self.args(run_dir, **fields))
-        for name in given.keys() & (TINY | {"env_id": 0, "env_kwargs": 0, "run_dir": 0} | fields).keys():
+        for name in given.keys() & (TINY | self.env("Walk") | {"run_dir": 0} | fields).keys():
             flag, value = name.replace("_", "-"), given[name]
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")

@@ -207,9 +207,9 @@ class Broken(Probe):
 
     steps = 0
 
-    def __init__(self, what: str = "observation", after: int = 100, **kwargs):
+    def __init__(self, what: str = "observation", after: int = 100, length: int = 10, **kwargs):
         super().__init__(**kwargs)
-        self.what, self.after = what, after
+        self.what, self.after, self.length = what, after, length
 
     def step(self, action):
         self.t += 1
@@ -220,7 +220,7 @@ class Broken(Probe):
             obs[1] = np.nan
         elif broken:
             reward = np.inf
-        return obs, reward, False, self.t == 10, {}
+        return obs, reward, False, self.t == self.length, {}
 
 
 class Success(Probe):
@@ -232,7 +232,7 @@ class Success(Probe):
 
 
 class Walk(Probe):
-    """A noisy walk; pays for staying near 0, terminates beyond +-1, is truncated after 20 steps.
+    """A noisy walk; pays for staying near 0, terminates beyond +-edge, is truncated after length steps.
 
     signal is sent to this process, `times` times, at step number `after` of the rollouts ("rollout") or of
     the evaluations ("evaluation") that this process has played since Walk.forget().
@@ -240,9 +240,12 @@ class Walk(Probe):
 
     count = {"rollout": 0, "evaluation": 0}
 
-    def __init__(self, signal="", phase="rollout", after=0, times=1, discrete_obs=False, **kwargs):
+    def __init__(
+        self, signal="", phase="rollout", after=0, times=1, discrete_obs=False, length=20, edge=1.0, **kwargs
+    ):
         super().__init__(**kwargs)
         self.signal, self.phase, self.after, self.times = signal, phase, after, times
+        self.length, self.edge = length, edge
         self.discrete_obs, self.x = discrete_obs, 0.0
         self.observation_space = Discrete(30) if discrete_obs else Box(-10, 10, (2,), np.float32)
 
@@ -268,7 +271,7 @@ class Walk(Probe):
         self.t += 1
         push = 2.0 * action - 1 if isinstance(self.action_space, Discrete) else float(action[0])
         self.x += 0.15 * push + self.np_random.normal(0, 0.1)
-        return self.observe(), 1 - abs(self.x), abs(self.x) > 1, self.t == 20, {}
+        return self.observe(), 1 - abs(self.x), abs(self.x) > self.edge, self.t == self.length, {}
 
 
 for entry in (Boundary, Ones, Boxes, Masked, Spaces, Broken, Success, Walk):

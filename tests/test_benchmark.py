@@ -212,13 +212,37 @@ def test_joint_panel_scales_each_environment_from_untrained_to_bar(tmp_path, mon
             points = ((0, first), (cell.steps, last))
             run.write_rows([same | dict(step=x, eval_return_mean=y) for x, y in points], tmp_path)
     drawn = {}
-    monkeypatch.setattr(
-        plot, "draw", lambda axes, x, strata, label, colour: drawn.update({label: (x, strata)})
-    )
+    monkeypatch.setattr(plot, "draw", lambda axes, x, strata, label, *_: drawn.update({label: (x, strata)}))
     plot.draw_results(sorted(tmp_path.glob("*.csv")), tmp_path / "x.png")
     share, strata = drawn["ppo (2 environments)"]
     assert (share[0], share[-1]) == (0, 1)
     assert [(s[:, 0].mean(), s[:, -1].mean()) for s in strata] == [(0, 1), (0, pytest.approx(1.5))]
+
+
+@needs_matplotlib
+def test_algorithms_together_share_the_panel_of_an_environment_in_the_order_of_the_files(
+    tmp_path, monkeypatch
+):
+    import plot
+    import run
+
+    cells = [run.Cell("vpg", "A-v0", 200, 2, bar=10), run.Cell("ppo", "A-v0", 100, 2, bar=10)]
+    monkeypatch.setattr(plot, "SUITES", {"s": cells})
+    for cell in cells:
+        for seed in SEEDS:
+            same = dict(algo=cell.algo, env_id="A-v0", total_timesteps=cell.steps, seed=seed, kind="curve")
+            points = ((0, 1), (cell.steps, 10))
+            run.write_rows([same | dict(step=x, eval_return_mean=y) for x, y in points], tmp_path)
+    files, drawn = [tmp_path / f"{algo}__A-v0.csv" for algo in ("vpg", "ppo")], []
+    monkeypatch.setattr(plot, "draw", lambda axes, x, *rest: drawn.append((axes, x[-1], *rest[1:])))
+    plot.draw_results(files, tmp_path / "x.png", together=True)
+    (panel, *first), (other, *second) = drawn
+    assert panel is other and [line.get_ydata()[0] for line in panel.lines] == [10], "one bar for both"
+    assert first == [200, "vpg (2 seeds)", plot.COLOURS[0], (plot.mean,)]
+    assert second == [100, "ppo (2 seeds)", plot.COLOURS[1], (plot.mean,)]
+    drawn.clear()
+    plot.draw_results(files, tmp_path / "x.png")
+    assert drawn[0][0] is not drawn[1][0], "apart, lengths are not mixed"
 
 
 def test_table_of_the_readme_is_checked_and_written(folders, tmp_path):
@@ -272,8 +296,8 @@ def test_speed_counts_only_whole_rollouts_after_the_warm_up(monkeypatch):
     ]  # end of each rollout; the last has the final evaluation in it
     rows = [{"step": 512 * (i + 1), "wall_time": x} for i, x in enumerate(clock)]
     asked = []
-    monkeypatch.setattr(speed, "run_ours", lambda words, threads: asked.append(words) or (rows, {}, 0.0))
-    found = speed.speed_of_ours("CartPole-v1", task)
+    monkeypatch.setattr(speed, "run_ours", lambda _, words, *__: asked.append(words) or (rows, {}, 0.0))
+    found = speed.speed_of_ours(task)
     assert (found["env_steps"], found["seconds"]) == (3 * 512, 14.0 - 10.0)
     assert found["steps_per_second"] == pytest.approx(3 * 512 / 4)
     assert asked[0][asked[0].index("--total-timesteps") + 1] == str(6 * 512)

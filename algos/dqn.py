@@ -1,0 +1,1190 @@
+"""Deep Q-network, DQN (Mnih et al. 2015, doi 10.1038/nature14236): a network learns the value Q(s, a) of each
+action by Q-learning on transitions replayed from memory, towards targets from an older copy of itself.
+
+    target     y = r + gamma max_a Q'(s', a)       Q' is the older copy    (van Hasselt et al. 2016, eq. 3)
+    loss       Huber(y - Q(s, a)), mean over a batch drawn from the replay memory
+
+Five switches, in any combination, with the papers that they are from:
+
+    --double   y = r + gamma Q'(s', argmax_a Q(s', a))                   van Hasselt et al. 2016, 1509.06461
+    --dueling  Q(s, a) = V(s) + A(s, a) - mean_b A(s, b)       (eq. 9)   Wang et al. 2016, 1511.06581
+    --noisy    weights mu + sigma * noise explore, not epsilon (eq. 9)   Fortunato et al. 2018, 1706.10295
+    --n-step   y = sum_{i<n} gamma^i r_{t+i} + gamma^n max_a Q'(s_{t+n}, a)   Sutton 1988
+    --per      P(i) ~ (|y - Q(s, a)| + eps)^alpha              (eq. 1)   Schaul et al. 2016, 1511.05952
+
+Differences from the papers:
+ 1. A time limit is no termination: y keeps its second term, with the true final observation.
+ 2. Adam in place of RMSprop; the gradient is clipped by its global norm.
+ 3. Vectors go through an MLP. Noise and dueling act on the last hidden layer and the output, so behind the
+    CNN on all layers, as in the papers, but not on the first ones of a deep MLP.
+ 4. The trunk's gradient is not scaled by 1/sqrt(2) with dueling; noise is drawn anew in every forward pass.
+ 5. A transition that meets the end of its episode or of the record after k < n steps keeps those k.
+ 6. A life lost on Atari ends no episode.
+
+    python algos/dqn.py --env-id CartPole-v1
+"""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+# ]
+# ///
+
+import contextlib, copy, csv, importlib.util, io, json, math, multiprocessing, os, platform, random, re
+import shutil, signal, subprocess, sys, threading, time, zipfile
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1  # seed of everything random
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
+    compile: bool = False  # CUDA: capture the update as a graph; CPU: torch.compile the loss
+    run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
+    resume: str = ""  # run folder to continue
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    checkpoint_every: int = 50_000  # environment steps between checkpoints; 0: only at the end
+    eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
+    eval_episodes: int = 10  # episodes of one evaluation
+    log_every: int = 1_000  # environment steps between rows of the log
+    capture_video: bool = False  # film an episode of each evaluation
+    render: bool = False  # show an episode of each evaluation in a window
+    track: Literal["none", "wandb", "trackio"] = "none"  # also log to this service
+    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    # environment
+    env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
+    env_kwargs: str = "{}"  # JSON object of arguments for the environment
+    num_envs: int = 1  # environments that step together
+    async_envs: bool = False  # one process per environment, for slow ones
+    max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
+    stop_return: float | None = None  # stop when the mean return of an evaluation reaches this
+    # algorithm
+    total_timesteps: int = 50_000  # environment steps, rounded up to whole rollouts
+    double: bool = False  # the online network chooses the next action, the target network judges it
+    dueling: bool = False  # separate streams for the value of the state and the advantages of the actions
+    noisy: bool = False  # explore by noise on the weights instead of epsilon
+    noise_type: Literal["factorized", "independent"] = "factorized"  # one per input and output, or per weight
+    n_step: int = 1  # rewards before the value takes over
+    per: bool = False  # draw transitions with large errors more often
+    per_alpha: float = 0.6  # how much more often; 0: uniform
+    per_beta_start: float = 0.4  # correction of that bias, rises linearly to 1
+    per_eps: float = 1e-6  # added to each priority
+    learning_rate: float = 1e-3  # of Adam
+    anneal_lr: bool = True  # learning rates fall linearly to 0
+    adam_eps: float = 1e-8  # added to the denominator of Adam
+    gamma: float = 0.99  # discount
+    loss: Literal["huber", "mse"] = "huber"  # of the error y - Q; mse is half of the square
+    max_grad_norm: float = 10.0  # global norm at which the gradient is clipped; 0: never
+    batch_size: int = 64  # transitions in each update
+    buffer_size: int = 100_000  # transitions kept for replay
+    learning_starts: int = 1_000  # environment steps of random actions before the first update
+    train_every: int = 1  # environment steps between trainings
+    updates_per_train: int = 1  # gradient steps in each training
+    target_update_every: int = 100  # environment steps between updates of the target network
+    tau: float = 1.0  # share of the new weights in each update of the target networks
+    epsilon_start: float = 1.0  # share of random actions in the first episode
+    epsilon_end: float = 0.04  # share of random actions in the end
+    exploration_fraction: float = 0.16  # share of the training in which epsilon falls
+    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
+    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
+    clip_reward: bool = False  # rewards to their sign, for learning only
+    reward_scale: float = 1.0  # rewards times this, for learning only
+
+
+TUNED = {
+    # after RL Baselines3 Zoo's dqn.yml
+    "CartPole-v1": dict(learning_rate=2.3e-3, train_every=256, updates_per_train=128, target_update_every=10),
+    "Acrobot-v1": dict(
+        total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000, train_every=4,
+        updates_per_train=4, target_update_every=250, exploration_fraction=0.12, epsilon_end=0.1,
+    ),
+    "MountainCar-v0": dict(
+        total_timesteps=120_000, learning_rate=4e-3, batch_size=128, buffer_size=10_000, gamma=0.98,
+        train_every=16, updates_per_train=8, target_update_every=600, exploration_fraction=0.2,
+        epsilon_end=0.07,
+    ),
+    "LunarLander-v3": dict(
+        total_timesteps=300_000, learning_rate=6.3e-4, batch_size=128, train_every=4, updates_per_train=4,
+        target_update_every=250, exploration_fraction=0.12, epsilon_end=0.1, eval_every=25_000,
+    ),
+    # after CleanRL's settings for Atari
+    "atari": dict(
+        total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
+        learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,
+        epsilon_end=0.01, hidden_sizes=(512,), clip_reward=True, eval_every=500_000, torch_threads=0,
+        checkpoint_every=1_000_000, env_kwargs='{"repeat_action_probability": 0.25}',
+    ),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def orthogonal(layer, gain=2**0.5):
+    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NoisyLinear(nn.Module):
+    """A linear layer whose weights are noisy (Fortunato et al. 2018): in training only, anew in each pass.
+
+    y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (eq. 9); mu and sigma are learned.
+    """
+
+    def __init__(self, fan_in, fan_out, noise_type):
+        super().__init__()
+        self.factorized = noise_type == "factorized"
+        bound = (1 if self.factorized else 3) ** 0.5 * fan_in**-0.5
+        sigma = 0.5 * fan_in**-0.5 if self.factorized else 0.017
+        self.weight = nn.Parameter(torch.empty(fan_out, fan_in).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(fan_out).uniform_(-bound, bound))
+        self.weight_sigma = nn.Parameter(torch.full((fan_out, fan_in), sigma))
+        self.bias_sigma = nn.Parameter(torch.full((fan_out,), sigma))
+
+    def noise(self):
+        """eps_w (out, in) and eps_b (out,)."""
+        if not self.factorized:
+            return torch.randn_like(self.weight_sigma), torch.randn_like(self.bias_sigma)
+        noise = torch.randn(sum(self.weight.shape), device=self.weight.device)
+        noise = noise.sign() * noise.abs().sqrt()  # f of eq. 10 and 11
+        eps_out, eps_in = noise.split(list(self.weight.shape))
+        return eps_out[:, None] * eps_in, eps_out
+
+    def forward(self, x):
+        if not self.training:
+            return F.linear(x, self.weight, self.bias)
+        eps_w, eps_b = self.noise()
+        weight = torch.addcmul(self.weight, self.weight_sigma, eps_w)
+        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, eps_b))
+
+
+class Pixels(nn.Module):
+    """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
+
+    def forward(self, x):
+        return (x / 255 if x.dtype == torch.uint8 else x).contiguous(memory_format=torch.channels_last)
+
+
+class Trunk(nn.Sequential):
+    """nn.Sequential without the hooks of its layers, whose calls cost a quarter of a small one's time."""
+
+    def forward(self, x):
+        for layer in self:
+            x = layer.forward(x)
+        return x
+
+
+def make_trunk(space, hidden_sizes, activation):
+    """Observations (B, *space.shape) to features (B, hidden_sizes[-1]): an MLP, behind a CNN for images."""
+    layers, width = [], space.shape[0]
+    if is_image(space):
+        # Nature CNN (Mnih et al. 2015); below 36 pixels it is too coarse and two 3x3 layers take its place.
+        nature = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
+        layers = [Pixels()]
+        for channels, kernel, stride in nature if min(space.shape[1:]) >= 36 else [(16, 3, 1), (32, 3, 1)]:
+            layers += [orthogonal(nn.Conv2d(width, channels, kernel, stride)), nn.ReLU()]
+            width = channels
+        layers.append(nn.Flatten())
+        width = nn.Sequential(*layers)(torch.zeros(1, *space.shape)).shape[1]
+    nonlinearity = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}[activation]
+    for size in hidden_sizes:
+        layers += [orthogonal(nn.Linear(width, size)), nonlinearity()]
+        width = size
+    return Trunk(*layers).to(memory_format=torch.channels_last)
+
+
+class QNetwork(nn.Module):
+    """Values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape)."""
+
+    def __init__(self, obs_space, num_actions, args):
+        super().__init__()
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else None
+        self.trunk = make_trunk(obs_space, args.hidden_sizes[:-1], args.activation)
+        fan_in = self.trunk(torch.zeros(1, *obs_space.shape)).shape[1]
+        self.advantage = make_stream(fan_in, num_actions, args)  # without a value stream it is Q itself
+        self.value = make_stream(fan_in, 1, args) if args.dueling else None
+
+    def forward(self, obs):
+        features = self.trunk(obs if self.obs_norm is None else self.obs_norm(obs))
+        advantage = self.advantage(features)
+        if self.value is None:
+            return advantage
+        return self.value(features) + advantage - advantage.mean(dim=1, keepdim=True)  # Wang et al., eq. 9
+
+
+def make_stream(fan_in, fan_out, args):
+    """The last hidden layer and the output, (B, fan_in) to (B, fan_out); noisy if args say so."""
+    width = args.hidden_sizes[-1]
+    if args.noisy:
+        layers = [NoisyLinear(fan_in, width, args.noise_type), NoisyLinear(width, fan_out, args.noise_type)]
+    else:
+        layers = [orthogonal(nn.Linear(fan_in, width)), orthogonal(nn.Linear(width, fan_out), gain=1.0)]
+    nonlinearity = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}[args.activation]
+    return Trunk(layers[0], nonlinearity(), layers[1])
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+def bootstrap_value(target_q, online_q=None):
+    """What the next states are worth, (B,), by the values of their actions (B, A) in the target network.
+
+    DQN takes the largest one; with online_q (B, A), double DQN takes that of the online network's choice.
+    """
+    best = (target_q if online_q is None else online_q).argmax(dim=1, keepdim=True)
+    return target_q.gather(1, best).squeeze(1)
+
+
+def td_target(reward, discount, next_value):
+    """y = R + gamma^k V(s_{t+k}), all (B,): discount is gamma^k, or 0 where s_{t+k} is terminal."""
+    return reward + discount * next_value
+
+
+def q_loss(td_error, loss, weight=None):
+    """Mean over the batch of Huber's loss or half the square of the errors (B,), times the weights (B,)."""
+    square = 0.5 * td_error.square()
+    error = square if loss == "mse" else torch.where(td_error.abs() < 1, square, td_error.abs() - 0.5)
+    return error.mean() if weight is None else (weight * error).mean()
+
+
+# ------------------------------------------------------------------------------------------- replay memory
+class SumTree:
+    """Masses p_i >= 0 in N leaves, to draw i with probability p_i / sum(p) in O(log N).
+
+    levels[0] are the leaves; an entry of levels[k + 1] is the sum of WIDTH neighbours in levels[k].
+    """
+
+    WIDTH = 128  # of a binary tree NumPy would visit 20 levels for a million leaves, of this one 3
+
+    def __init__(self, size: int):
+        self.levels = []
+        while not self.levels or size > 1:
+            size = math.ceil(size / self.WIDTH)
+            self.levels.append(np.zeros((size, self.WIDTH)))
+        self.mass = self.levels[0].reshape(-1)
+
+    def set(self, index: np.ndarray, mass: np.ndarray) -> None:
+        """p_i = mass for the indices (B,). Sums are made anew, so errors do not add up."""
+        for level in self.levels:
+            level.reshape(-1)[index] = mass
+            index = index // self.WIDTH
+            mass = level[index].sum(axis=1)
+
+    def find(self, share: np.ndarray) -> np.ndarray:
+        """The leaves (B,) in which these shares (B,) of the total mass lie, all from [0, 1)."""
+        batch, node = np.arange(len(share)), np.zeros(len(share), dtype=np.int64)
+        mass = share * self.levels[-1].sum()
+        for level in self.levels[::-1]:
+            sums = level[node].cumsum(axis=1)  # (B, WIDTH)
+            mass = np.minimum(mass, np.nextafter(sums[:, -1], 0))  # rounding must not lead to an empty leaf
+            child = (sums > mass[:, None]).argmax(axis=1)
+            mass -= sums[batch, child - 1] * (child > 0)  # what lies to the left
+            node = node * self.WIDTH + child
+        return node
+
+
+class Priorities:
+    """Draws transition i of a buffer with P(i) = p_i^alpha / sum_k p_k^alpha (Schaul et al. 2016, eq. 1).
+
+    p_i is |td_error| + eps at its last draw, for new ones the largest so far. The tree hears of changes only
+    at the next draw: till then a device has computed the errors, and nobody has waited for them.
+    """
+
+    def __init__(self, buffer, alpha, eps):
+        self.buffer, self.alpha, self.eps = buffer, alpha, eps
+        self.tree, self.largest = SumTree(buffer.size), 1.0
+        self.drawn = self.td_error = None  # of the last batch, until the tree knows
+        buffer.marked = []
+
+    def refresh(self):
+        """Brings the tree up to date: first with the errors of the last batch, then with the rows since,
+        which are new, or lost and without mass."""
+        if self.td_error is not None:
+            priority = self.td_error.abs().cpu().numpy().astype(np.float64) + self.eps
+            self.largest = max(self.largest, float(priority.max()))
+            self.tree.set(self.drawn, priority**self.alpha)
+        if self.buffer.marked:
+            index = np.concatenate(self.buffer.marked)
+            self.tree.set(index, self.largest**self.alpha * self.buffer.valid[index])
+        self.td_error, self.buffer.marked = None, []
+
+    def draw(self, batch_size, beta):
+        """Indices (B,), one from each B-th part of the mass, and the weights (N P(i))^-beta of their losses.
+
+        The weights are over their maximum in the batch, so N and the total mass cancel.
+        """
+        self.refresh()
+        share = (np.arange(batch_size) + np.random.random(batch_size)) / batch_size
+        self.drawn = self.tree.find(share)
+        mass = self.tree.mass[self.drawn]
+        return self.drawn, (mass / mass.min()) ** -beta
+
+    def state_dict(self):
+        self.refresh()
+        mass = torch.from_numpy(self.tree.mass[: self.buffer.filled])
+        return {"mass": mass, "largest": self.largest}
+
+    def load_state_dict(self, state):
+        self.largest, self.buffer.marked = state["largest"], []
+        self.tree.set(np.arange(len(state["mass"])), state["mass"].numpy())
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    device = set_up(args)
+    args.total_timesteps = round_up(args.total_timesteps, args.num_envs)
+    envs, obs, info = start_segment(args, env_steps=0)
+    obs_space, actions = envs.single_observation_space, envs.single_action_space
+    if not isinstance(actions, Discrete):
+        raise UsageError(f"dqn.py needs Discrete actions; {args.env_id} has {actions}: try sac.py or ppo.py")
+    agent = QNetwork(obs_space, int(actions.n), args).to(device)
+    target = copy.deepcopy(agent)
+    target.obs_norm = agent.obs_norm  # both networks see the same
+    stack = obs_space.shape[0] if args.env_id.startswith("ALE/") and is_image(obs_space) else 1
+    buffer = ReplayBuffer(args.buffer_size, args.num_envs, obs_space, actions, device, stack)
+    priorities = Priorities(buffer, args.per_alpha, args.per_eps) if args.per else None
+    graph = args.compile and device.type == "cuda"
+    parameters, max_norm = list(agent.parameters()), args.max_grad_norm or math.inf
+    optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
+
+    @torch.inference_mode()
+    def greedy(obs, info):
+        agent.eval()  # no noise
+        action = agent(to_tensor(obs, device)).argmax(dim=1).cpu().numpy()
+        agent.train()
+        return action
+
+    @torch.inference_mode()
+    def act(obs, epsilon):
+        """Epsilon-greedy actions (num_envs,); the network rests where all of them are random."""
+        explore = np.random.random(args.num_envs) < epsilon
+        action = np.random.randint(actions.n, size=args.num_envs)
+        if explore.all():
+            return action
+        return np.where(explore, action, agent(to_tensor(obs, device)).argmax(dim=1).cpu().numpy())
+
+    def compute_loss(batch):
+        """The loss of a batch, its TD errors (B,) and the values of its actions (B,)."""
+        with torch.no_grad():
+            online_q = agent(batch["next_obs"]) if args.double else None
+            next_value = bootstrap_value(target(batch["next_obs"]), online_q)
+            y = td_target(batch["reward"], batch["discount"], next_value)
+        q_value = agent(batch["obs"]).gather(1, batch["action"][:, None]).squeeze(1)
+        td_error = y - q_value
+        return q_loss(td_error, args.loss, batch.get("weight")), td_error.detach(), q_value.detach()
+
+    def sample(fraction):
+        """A batch from the buffer; with --per by priority, with the weights that correct for it."""
+        if not args.per:
+            return buffer.sample(args.batch_size, args.gamma, args.n_step)
+        beta = args.per_beta_start + fraction * (1 - args.per_beta_start)
+        index, weight = priorities.draw(args.batch_size, beta)
+        return buffer.gather(index, args.gamma, args.n_step) | {"weight": to_tensor(weight, device)}
+
+    def update(batch):
+        """One gradient step. Nothing in it waits for the device."""
+        loss, td_error, q_value = compute_loss(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+        optimizer.step()
+        return {"loss": loss.detach(), "td_error": td_error, "q_value": q_value, "grad_norm": grad_norm}
+
+    if graph:
+        update = CudaGraph(update)
+    elif args.compile:
+        compute_loss = torch.compile(compute_loss)
+    parts = {"target": target, "optimizer": optimizer, "buffer": buffer}
+    parts |= {"priorities": priorities} if args.per else {}
+    run = Run(args, agent, log_every=args.log_every, **parts)
+    for group in optimizer.param_groups:  # a learning rate in a tensor can change inside a CUDA graph
+        group.update(lr=torch.tensor(args.learning_rate, device=device), capturable=graph)
+    result = None  # of the last update
+    while run.proceed(greedy):
+        if run.new_segment:
+            envs, obs, info = start_segment(args, run.env_steps, envs)
+            buffer.start(obs)
+
+        # Act and step
+        fraction = run.env_steps / args.total_timesteps
+        explored = min(1.0, fraction / max(args.exploration_fraction, 1e-9))
+        epsilon = args.epsilon_start + explored * (args.epsilon_end - args.epsilon_start)
+        epsilon = 1.0 if run.env_steps < args.learning_starts else 0.0 if args.noisy else epsilon
+        action = act(obs, epsilon)
+        next_obs, reward, terminated, truncated, info = envs.step(action)
+        done = terminated | truncated
+        run.count(reward, done)
+        run.check_finite(observation=next_obs, reward=reward)
+
+        # Store
+        reward = args.reward_scale * (np.sign(reward) if args.clip_reward else reward)
+        buffer.add(action, reward, terminated, next_obs)
+        obs, info = reset_done(envs, next_obs, info, done)
+        if done.any():
+            buffer.start(obs, done)
+        if args.normalize_obs:
+            agent.obs_norm.update(to_tensor(obs, device))
+
+        learning_rate = args.learning_rate * (1 - fraction if args.anneal_lr else 1.0)
+        optimizer.param_groups[0]["lr"].fill_(learning_rate)
+
+        # Learn. Each environment step has its turn, so that the intervals are exact for any num_envs.
+        for step in range(run.env_steps - args.num_envs + 1, run.env_steps + 1):
+            if step < args.learning_starts:
+                continue
+            if step % args.train_every == 0:
+                for _ in range(args.updates_per_train):
+                    result = update(sample(fraction))
+                    if args.per:
+                        priorities.td_error = result["td_error"]
+            if step % args.target_update_every == 0:
+                polyak_update(agent, target, args.tau)
+
+        # Log
+        if run.env_steps >= run.next_stop:
+            if result is not None:
+                q_value, grad_norm = result["q_value"], result["grad_norm"]
+                run.log({"loss/q": result["loss"], "loss/td_error": result["td_error"].abs().mean()})
+                run.log({"q/mean": q_value.mean(), "q/max": q_value.max()})
+                run.log({"grad/norm": grad_norm, "grad/norm_clipped": grad_norm.clamp(max=max_norm)})
+            run.log({"schedule/epsilon": epsilon, "schedule/learning_rate": learning_rate})
+    envs.close()
+    return run.close()
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A mistake of the user: main prints it in one line and exits with code 2."""
+
+
+def run_folder(path: str) -> Path:
+    """The run folder that path is or lies in."""
+    for folder in (Path(path), *Path(path).parents):
+        if (folder / "args.json").is_file():
+            return folder
+    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
+
+
+def env_family(env_id: str) -> str:
+    """classic, toy_text, box2d, mujoco or atari for environments of Gymnasium and ale-py; else empty."""
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = re.match(r"gymnasium\.envs\.(classic|toy_text|box2d|mujoco)", entry)
+    return "atari" if env_id.startswith("ALE/") else family[1] if family else ""
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > TUNED[env id] > TUNED[family] > Args."""
+    argv = sys.argv[1:] if argv is None else argv
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
+    if run := early.get("--resume") or early.get("--evaluate"):
+        saved = run_folder(run) / "args.json"
+        try:
+            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
+            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
+        except (TypeError, json.JSONDecodeError) as error:
+            raise UsageError(f"{saved} is not of this script: {error}") from None
+    else:
+        env_id = early.get("--env-id", Args.env_id)
+        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            summary = __doc__.partition("\n\n")[0]
+            return tyro.cli(Args, args=argv, default=defaults, description=summary)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        text = message.getvalue().partition("For full helptext")[0]
+        raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, sets the threads of torch and picks the device."""
+    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
+                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
+                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
+                log_every"""
+    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
+                per_alpha per_beta_start backtrack_ratio"""
+    signed = "stop_return target_entropy obs_low obs_high"
+    for name, value in vars(args).items():
+        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
+        high = 1 if name in shares.split() else math.inf
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not low <= number <= high:
+                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
+    if args.resume and args.evaluate:
+        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
+    if args.stop_return is not None and not args.eval_every:
+        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
+    if args.track != "none" and not importlib.util.find_spec(args.track):
+        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
+    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
+        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
+    if not found[device]:
+        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
+    return torch.device(device)
+
+
+def is_image(space: gym.Space) -> bool:
+    """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
+    return isinstance(space, Box) and len(space.shape) in (2, 3) and sorted(space.shape)[-2] >= 5
+
+
+def standardize(env: gym.Env) -> gym.Env:
+    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
+    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
+    name, space, actions = env.spec.id, env.observation_space, env.action_space
+    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
+    if any(map(is_image, parts)):
+        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
+    if isinstance(space, Text) or not space.is_np_flattenable:
+        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
+    if not is_image(space):
+        if not isinstance(space, Box) or len(space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
+        if env.observation_space.dtype.kind != "f":
+            env = gym.wrappers.DtypeObservation(env, np.float32)
+    elif len(space.shape) == 2 or space.shape[-1] == min(space.shape):
+        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
+        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
+        env = gym.wrappers.TransformObservation(env, turn, turned)
+    if isinstance(actions, Discrete) and actions.start == 0:
+        return env
+    if isinstance(actions, Box):
+        low, high = actions.low.ravel(), actions.high.ravel()
+        bounded = np.isfinite(low) & np.isfinite(high)
+        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
+        center, scale = (left + right) / 2, (right - left) / 2
+        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
+        convert = lambda a: np.clip(center + scale * a, low, high)
+    elif isinstance(actions, (Discrete, MultiDiscrete)):
+        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
+        convert = lambda a: a + np.ravel(actions.start)
+    elif isinstance(actions, MultiBinary):
+        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
+    else:
+        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
+    to_env = lambda a: np.reshape(convert(a), actions.shape).astype(actions.dtype)
+    return gym.wrappers.TransformAction(env, to_env, unit)
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
+    atari = args.env_id.startswith("ALE/")
+    if args.max_episode_steps:  # ale-py counts frames, four to a step
+        limit, frames = ("max_num_frames_per_episode", 4) if atari else ("max_episode_steps", 1)
+        kwargs[limit] = frames * args.max_episode_steps
+
+    def make_env() -> gym.Env:
+        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        return standardize(gym.make(args.env_id, **kwargs))
+
+    try:
+        extra = json.loads(args.env_kwargs)
+        if not isinstance(extra, dict):
+            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
+        kwargs |= extra
+        if atari:
+            gym.register_envs(importlib.import_module("ale_py"))
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
+        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
+            sys.path.append(os.getcwd())
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError, json.JSONDecodeError) as error:
+        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
+        raise UsageError(f"cannot make {what}: {' '.join(str(error).split())}") from None
+
+
+def round_up(total_timesteps: int, chunk: int) -> int:
+    """Whole chunks of environment steps; says so if there is a difference."""
+    rounded = math.ceil(total_timesteps / chunk) * chunk
+    if rounded != total_timesteps:
+        print(f"total_timesteps {total_timesteps} is rounded up to {rounded}, whole rollouts of {chunk}")
+    return rounded
+
+
+def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    if not done.any():
+        return next_obs, info
+    obs, reset_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in info:
+        reset_info["action_mask"] = np.where(done[:, None], reset_info["action_mask"], info["action_mask"])
+    return obs, reset_info
+
+
+def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+    """New environments, and everything random seeded from (seed, env_steps).
+
+    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
+    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
+    """
+    if old_envs is not None:
+        old_envs.close()
+    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    envs = make_envs(args, args.num_envs)
+    envs.action_space.seed(seed)
+    return envs, *envs.reset(seed=seed)
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; float64 becomes float32 on the way."""
+    return torch.as_tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None, device=device)
+
+
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on the device; infinity where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits, limit = [math.inf], Path("/sys/fs/cgroup/memory.max")  # Linux; the second is of a container
+    if Path("/proc/meminfo").exists():
+        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+        limits += [1024 * int(available[1])] if available else []
+    if limit.exists() and limit.read_text().strip().isdigit():
+        limits.append(int(limit.read_text()))
+    return min(limits)
+
+
+class ReplayBuffer:
+    """The last buffer_size rows of experience, from one ring of rows for each environment.
+
+    A row holds one observation, and if it is valid also the step that was taken from it; the observation of
+    the next row is the successor. So an episode of T steps fills T + 1 rows, the last without a step, nothing
+    is stored twice, and a truncated step keeps its true successor. With stack > 1 observations are the last
+    `stack` images: a row holds only the newest, and the older ones at an episode's start get rows too.
+    Row t of environment i lies at index t * num_envs + i, so the next row of an index is num_envs further on.
+    """
+
+    COLUMNS = "action reward terminated valid".split()  # on the host; the observations are on the device
+    ROW_BYTES = 6  # of a row: reward, terminated, valid
+
+    def __init__(self, buffer_size: int, num_envs: int, obs_space: Box, action_space, device, stack: int = 1):
+        self.num_envs, self.size, self.stack = num_envs, buffer_size // num_envs * num_envs, stack
+        self.row = np.arange(num_envs) - num_envs  # index of the newest row of each environment
+        self.filled = 0  # all indices in use are below
+        self.marked = None  # a list here is told of every row that mark() changes
+        dtype = np.dtype(np.uint8 if obs_space.dtype == np.uint8 else np.float32)
+        shape = obs_space.shape[1:] if stack > 1 else obs_space.shape
+        action_bytes = math.prod(action_space.shape) * action_space.dtype.itemsize
+        size = self.size * (math.prod(shape) * dtype.itemsize + action_bytes + self.ROW_BYTES)
+        free = free_memory(device)
+        what = f"a replay buffer of {self.size} steps takes {size / 1e9:.2f} GB"
+        if size > free:
+            raise UsageError(f"{what}, {free / 1e9:.2f} GB are free: use a smaller --buffer-size")
+        if self.size < (least := num_envs * (stack + 2)):
+            raise UsageError(f"--buffer-size {buffer_size} is too small: use {least} or more")
+        print(f"{what} on {device}, {free / 1e9:.2f} GB are free")
+        # Zeros of NumPy take memory only as they are written to.
+        self.obs = torch.from_numpy(np.zeros((self.size, *shape), dtype=dtype)).to(device)
+        self.action = np.zeros((self.size, *action_space.shape), dtype=action_space.dtype)
+        self.reward = np.zeros(self.size, dtype=np.float32)
+        self.terminated, self.valid = np.zeros(self.size, dtype=bool), np.zeros(self.size, dtype=bool)
+
+    def start(self, obs: np.ndarray, mask: np.ndarray | None = None) -> None:
+        """First observations (num_envs, ...) of new episodes: where mask is true, or everywhere."""
+        envs = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
+        for age in range(self.stack)[::-1]:
+            self.write(envs, obs[envs] if self.stack == 1 else obs[envs, -1 - age])
+
+    def add(self, action, reward, terminated, next_obs: np.ndarray) -> None:
+        """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
+        self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
+        self.mark(self.row, True)
+        self.write(np.arange(self.num_envs), next_obs if self.stack == 1 else next_obs[:, -1])
+
+    def write(self, envs: np.ndarray, image: np.ndarray) -> None:
+        """Moves these environments on to their next row and puts an observation there."""
+        row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
+        self.filled = max(self.filled, int(row.max()) + 1)
+        for later in range(self.stack):  # steps that lose a part of their observation
+            self.mark((row + later * self.num_envs) % self.size, False)
+        if self.obs.device.type == "cpu":
+            self.obs.numpy()[row] = image
+        else:
+            self.obs[torch.from_numpy(row).to(self.obs.device)] = to_tensor(image, self.obs.device)
+
+    def mark(self, index: np.ndarray, valid: bool) -> None:
+        """Says of rows whether they can be drawn: a step that is whole, with all of its observation."""
+        self.valid[index] = valid
+        if self.marked is not None:
+            self.marked.append(index.copy())  # self.row moves on
+
+    def draw(self, batch_size: int) -> np.ndarray:
+        """Indices (B,) of valid rows, each as likely as the others."""
+        index = np.random.randint(self.filled, size=batch_size)
+        while not (valid := self.valid[index]).all():
+            index[~valid] = np.random.randint(self.filled, size=batch_size - valid.sum())
+        return index
+
+    def sample(self, batch_size: int, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
+        """Steps drawn from all: obs, action, reward, discount and next_obs, (B, ...) each, on the device.
+
+        They are n-step transitions that stop early, after k < n steps, where an episode or the record ends:
+        reward is sum_{i<k} gamma^i r_{t+i}, next_obs s_{t+k}, discount gamma^k, and 0 if s_{t+k} is terminal.
+        """
+        return self.gather(self.draw(batch_size), gamma, n_step)
+
+    def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
+        """The n-step transitions from these rows."""
+        steps = np.arange(n_step)[:, None]
+        rows = (index + steps * self.num_envs) % self.size  # (n, B)
+        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
+        k = going.sum(0)
+        reward = (gamma**steps * going * self.reward[rows]).sum(0)
+        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
+        obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
+        device = self.obs.device
+        reward, discount = to_tensor(np.stack([reward, discount]), device)
+        action = to_tensor(self.action.take(index, axis=0), device)
+        return {"obs": obs, "action": action, "reward": reward, "discount": discount, "next_obs": next_obs}
+
+    def observations(self, index: np.ndarray) -> torch.Tensor:
+        """Observations (*index.shape, ...) of these rows, stacked if they are images of a stack."""
+        shape = (*index.shape, *self.obs.shape[1:])
+        if self.stack > 1:
+            index = index[..., None] + self.num_envs * np.arange(1 - self.stack, 1)  # oldest first
+            shape = (*index.shape, *self.obs.shape[1:])
+        index = torch.from_numpy((index % self.size).ravel()).to(self.obs.device)
+        return self.obs.index_select(0, index).view(shape)
+
+    def state_dict(self) -> dict:
+        """The rows in use, without a copy of them on a CPU."""
+        columns = {"obs": self.obs[: self.filled].cpu().numpy()}
+        columns |= {name: getattr(self, name)[: self.filled] for name in self.COLUMNS}
+        state = {name: torch.from_numpy(column) for name, column in columns.items()}
+        return state | {"size": self.size, "row": self.row.tolist()}
+
+    def load_state_dict(self, state: dict) -> None:
+        if (state["size"], len(state["row"])) != (self.size, self.num_envs):
+            saved = f"{state['size']} steps of {len(state['row'])} environments"
+            raise ValueError(f"its replay buffer is of {saved}: keep --buffer-size and --num-envs")
+        self.row, self.filled = np.array(state["row"]), len(state["obs"])
+        self.obs[: self.filled] = state["obs"]
+        for name in self.COLUMNS:
+            getattr(self, name)[: self.filled] = state[name].numpy()
+
+
+def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
+    """target <- tau network + (1 - tau) target, all parameters at once."""
+    with torch.no_grad():
+        torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape))
+        self.register_buffer("var", torch.ones(shape))
+        self.register_buffer("count", torch.zeros(()))
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
+        var, mean = torch.var_mean(x.float(), dim=0, correction=0)
+        self.count += len(x)
+        share, delta = len(x) / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+class CudaGraph:
+    """Calls update(batch) thrice as it is, then captures and replays it: one launch instead of hundreds."""
+
+    def __init__(self, update):
+        self.update, self.calls = update, 0
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                metrics = self.update(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return metrics
+        if self.calls == 4:
+            self.batch = {name: x.clone() for name, x in batch.items()}
+            with torch.cuda.graph(self.graph):
+                self.metrics = self.update(self.batch)
+        for name, x in batch.items():
+            self.batch[name].copy_(x)
+        self.graph.replay()
+        return {name: x.clone() for name, x in self.metrics.items()}
+
+
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+LOAD_ERRORS = (
+    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+EVALUATION_SEED = 10_000_000
+
+
+class Film:
+    """Frames of the first environment of an evaluation, for an mp4 (VP9: browsers play it) and a window."""
+
+    def __init__(self, args, path: Path | None):
+        self.args, self.path, self.writer, self.twin = args, path, None, None
+        if args.env_id.startswith("ALE/"):  # cannot render as a vector: a twin in colour plays the same game
+            self.twin = make_envs(args, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
+
+    def shoot(self, envs, actions: np.ndarray | None = None) -> None:
+        """Takes the frame after actions; without them, that of the reset."""
+        if self.twin is None:
+            frame, fps = envs.envs[0].render(), envs.metadata.get("render_fps", 30)
+        else:
+            start = actions is None
+            obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
+            frame, fps = obs[0, 0], 15
+        frame = np.ascontiguousarray(frame[..., ::-1])  # OpenCV wants blue first
+        if self.path and self.writer is None:
+            self.path.parent.mkdir(exist_ok=True)
+            codec, part = cv2.VideoWriter_fourcc(*"vp09"), str(self.path.with_suffix(".part.mp4"))
+            self.writer = cv2.VideoWriter(part, codec, fps, frame.shape[1::-1])
+        if self.writer:
+            self.writer.write(frame)
+        if self.args.render:
+            cv2.imshow(self.args.env_id, frame)
+            cv2.waitKey(1000 // fps)
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.release()
+            self.path.with_suffix(".part.mp4").replace(self.path)
+        if self.twin:
+            self.twin.close()
+
+
+def evaluate(args, policy, video: Path | None = None, stopped=lambda: False) -> dict[str, np.ndarray] | None:
+    """Plays eval_episodes episodes, the same at every call, in its own environments; training is untouched.
+
+    policy maps (obs, info) to actions. Every environment plays one episode, so short ones are not favoured.
+    Returns returns, discounted, lengths, terminated and success, (eval_episodes,) each, or None if stopped.
+    """
+    n, random_states = args.eval_episodes, (random.getstate(), np.random.get_state())
+    film = Film(args, video) if video or args.render else None
+    render = {"render_mode": "rgb_array"} if film and film.twin is None else {}
+    envs = make_envs(replace(args, async_envs=False), n, **render)
+    scores = {name: np.zeros(n) for name in ("returns", "discounted", "lengths", "terminated", "success")}
+    playing, t = np.ones(n, dtype=bool), 0
+    obs, info = envs.reset(seed=EVALUATION_SEED)
+    if film:
+        film.shoot(envs)
+    while playing.any() and not stopped():
+        actions = policy(obs, info).reshape(envs.action_space.shape)
+        obs, reward, terminated, truncated, info = envs.step(actions)
+        if film and playing[0]:
+            film.shoot(envs, actions)
+        scores["returns"] += reward * playing
+        scores["discounted"] += args.gamma**t * reward * playing
+        scores["lengths"] += playing
+        scores["terminated"] += terminated & playing
+        success = np.asarray(info.get("is_success", info.get("success", np.zeros(n))), dtype=bool)
+        scores["success"] = np.maximum(scores["success"], success & playing)
+        playing &= ~(terminated | truncated)
+        obs, info = reset_done(envs, obs, info, terminated | truncated)
+        t += 1
+    envs.close()
+    if film:
+        film.close()
+    random.setstate(random_states[0])
+    np.random.set_state(random_states[1])
+    return None if playing.any() else scores
+
+
+class Run:
+    """The folder of a run: counters, log, evaluations, checkpoints. `while run.proceed(policy)` trains.
+
+    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    """
+
+    # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
+    SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
+
+    def __init__(self, args, agent, log_every: int = 1, **parts):
+        self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
+        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
+        self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
+        self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
+        if args.resume or args.evaluate:
+            self.folder = run_folder(args.resume or args.evaluate)
+            self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
+        if not args.evaluate:
+            self.open_log(Path(sys.modules[train.__module__].__file__))
+
+    def open_log(self, script: Path) -> None:
+        args = self.args
+        if not args.resume:
+            name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            env = re.sub("[/:]", "-", args.env_id)
+            self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(script, self.folder)
+        ask = dict(cwd=script.parent, capture_output=True, text=True)
+        has_git = shutil.which("git")
+        git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
+        environment = {
+            "command": sys.argv, "python": platform.python_version(), "platform": platform.platform(),
+            "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
+        }  # fmt: skip
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.logged_at + 1 if args.resume else None)
+        for name, values in {"args": asdict(args), "environment": environment}.items():
+            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2))
+            text = "\n".join(f"    {key}: {value}" for key, value in values.items())
+            self.writer.add_text(name, text, self.env_steps)
+        self.table, self.rows, self.columns = self.folder / "progress.csv", [], []
+        if args.resume and self.table.exists():
+            with self.table.open(newline="") as file:  # what came after the checkpoint is done again
+                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.logged_at]
+            self.write_table()
+        self.tracker = importlib.import_module(args.track) if args.track != "none" else None
+        if self.tracker:  # wandb and trackio share this interface
+            identity = {"id": self.folder.name} if args.track == "wandb" else {}
+            self.tracker.init(
+                project="plainrl", name=self.folder.name, config=asdict(args), resume="allow", **identity
+            )
+        total, hide = args.total_timesteps, not sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=self.env_steps, unit=" steps", disable=hide, dynamic_ncols=True)
+        self.started_at = self.row_time = self.print_time = time.perf_counter()
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
+
+    def catch(self, number: int, frame) -> None:
+        """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
+        if self.signal and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.signal = number
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
+
+    def save(self, path: Path, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        part = path.with_suffix(".part")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with part.open("wb") as file:
+                torch.save({name: value.state_dict() for name, value in parts.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
+            part.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+                raise ValueError(f"{damaged} is damaged")
+            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
+            for name in ["agent"] if play else state:
+                self.parts[name].load_state_dict(state[name])
+        except LOAD_ERRORS as error:
+            raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
+
+    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
+        """Counts a step of every environment that is playing; reward is as the environment gave it."""
+        self.env_steps += len(reward) if playing is True else int(playing.sum())
+        self.episode_return += reward * playing
+        self.episode_length += playing
+        for i in np.flatnonzero(done & playing):
+            self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
+            self.recent.append(self.episodes[-1][1])
+            self.episode_return[i], self.episode_length[i] = 0, 0
+
+    def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
+        self.row |= metrics
+
+    def check_finite(self, **values) -> None:
+        """Stops the run before a NaN or an infinity reaches a checkpoint."""
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                where = f"{self.folder} keeps the checkpoint of step {self.saved_at}"
+                raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
+
+    def evaluate(self, policy) -> None:
+        """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
+        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
+        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
+        scores = evaluate(self.args, policy, video, lambda: self.signal)
+        if scores is None:
+            return
+        self.evaluated_at, self.returns = self.env_steps, scores["returns"]
+        for name in ("mean", "std", "min", "max"):
+            self.row[f"eval/return_{name}"] = float(getattr(self.returns, name)())
+        self.row["eval/episodes"] = len(self.returns)
+        self.row["eval/discounted_return_mean"] = float(scores["discounted"].mean())
+        self.row["eval/length_mean"] = float(scores["lengths"].mean())
+        self.row["eval/termination_rate"] = float(scores["terminated"].mean())
+        self.row["eval/success_rate"] = float(scores["success"].mean())
+        if not self.args.evaluate:
+            self.save(self.folder / "models" / f"{self.env_steps}.pt", agent=self.agent)
+            if self.returns.mean() > self.best:
+                self.best = float(self.returns.mean())
+                self.save(self.folder / "best.pt", agent=self.agent)
+
+    def proceed(self, policy) -> bool:
+        """Between two updates: evaluates, saves and logs when due. Says whether the training goes on."""
+        args = self.args
+        if args.evaluate:
+            self.evaluate(policy)
+            for episode, return_ in enumerate(self.returns, start=1):
+                print(f"episode {episode} return {return_:.1f}")
+            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
+            over = f"over {len(self.returns)} episodes"
+            print(f"return mean {mean:.1f} std {std:.1f} min {low:.1f} max {high:.1f} {over}")
+            return False
+        if self.started and not self.signal and self.env_steps < self.next_stop:
+            self.new_segment = False
+            return True
+        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
+        values = torch.stack(list(tensors.values())).tolist() if tensors else []
+        self.row |= dict(zip(tensors, values, strict=True))
+        due = lambda every, last: every and self.env_steps // every > last // every
+        if self.started:
+            steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
+            self.row["speed/steps_per_second"] = steps / seconds
+        self.check_finite(**self.row)
+        finished = self.env_steps >= args.total_timesteps
+        if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
+            self.evaluate(policy)
+            if args.stop_return is not None and self.evaluated_at == self.env_steps:
+                finished = finished or self.returns.mean() >= args.stop_return
+        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        save = save and self.env_steps > self.saved_at
+        if save:
+            self.writer.flush()  # what the checkpoint takes for written is written
+            now = time.perf_counter()
+            self.seconds, self.started_at = self.seconds + now - self.started_at, now
+            self.saved_at = self.env_steps
+            self.save(self.folder / "checkpoint.pt", **self.parts)
+        self.new_segment, self.started = save or not self.started, True
+        if self.new_segment:
+            self.episode_return[:], self.episode_length[:] = 0, 0
+        self.write_row()
+        if self.signal:
+            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
+            self.close()
+            raise SystemExit(128 + self.signal)
+        self.row_time = time.perf_counter()
+        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
+        pauses = [every * (self.env_steps // every + 1) for every in intervals]
+        self.next_stop = min(args.total_timesteps, *pauses)
+        return not finished
+
+    def write_row(self) -> None:
+        """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
+        if not self.row or self.env_steps == self.logged_at:
+            return
+        step, now = self.env_steps, time.perf_counter()
+        if self.episodes:
+            self.row["train/episode_return"] = float(np.mean([return_ for _, return_, _ in self.episodes]))
+            self.row["train/episode_length"] = float(np.mean([length for _, _, length in self.episodes]))
+        row = {"step": step, "wall_time": round(self.seconds + now - self.started_at, 3), **self.row}
+        self.rows.append(row)
+        try:
+            if set(row) <= set(self.columns):
+                with self.table.open("a", newline="") as file:
+                    csv.DictWriter(file, self.columns).writerow(row)
+            else:
+                self.write_table()
+        except OSError as error:  # a full disk; the next row writes the whole table anew
+            print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
+            self.columns = []
+        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
+        for ended_at, return_, length in self.episodes:  # one point per episode
+            self.writer.add_scalar("train/episode_return", return_, ended_at)
+            self.writer.add_scalar("train/episode_length", length, ended_at)
+        if self.tracker:
+            self.tracker.log(self.row, step=step)
+        text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
+        text += f" evaluation {self.returns.mean():.1f}" if self.returns is not None else ""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and ("eval/return_mean" in self.row or now - self.print_time > 10):
+            speed = self.row.get("speed/steps_per_second", 0)
+            print(f"step {step}/{self.args.total_timesteps} {speed:.0f} steps/s {text}", flush=True)
+            self.print_time = now
+        self.row, self.episodes, self.logged_at = {}, [], step
+
+    def write_table(self) -> None:
+        """Writes progress.csv anew: its header has every column seen so far."""
+        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        part = self.table.with_suffix(".part")
+        with part.open("w", newline="") as file:
+            table = csv.DictWriter(file, self.columns)
+            table.writeheader()
+            table.writerows(self.rows)
+        part.replace(self.table)
+
+    def close(self) -> np.ndarray:
+        """Returns the returns of the last evaluation, one per episode."""
+        if not self.args.evaluate:
+            self.writer.close()
+            self.bar.close()
+            if self.tracker:
+                self.tracker.finish()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        return self.returns
+
+
+def main() -> None:
+    try:
+        train(parse_args())
+    except (UsageError, FloatingPointError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()

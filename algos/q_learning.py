@@ -1,0 +1,822 @@
+"""Q-learning (Watkins 1989; Watkins and Dayan 1992): a table with one value Q(s, a) for each state and
+action; every step of the environment moves one of them a little towards a better estimate.
+
+    Q(S, A) <- Q(S, A) + alpha (y - Q(S, A))     after state S, action A, reward R, next state S'
+
+The rules (--update-rule) differ in the target y; the equations are those of Sutton and Barto 2018:
+
+    q               y = R + gamma max_a Q(S', a)              the best next action                   (eq. 6.8)
+    sarsa           y = R + gamma Q(S', A')                   the next action taken                  (eq. 6.7)
+    expected_sarsa  y = R + gamma sum_a pi(a | S') Q(S', a)   the mean over the policy               (eq. 6.9)
+    double_q        y = R + gamma Q2(S', argmax_a Q1(S', a))  Q1 learns, Q2 judges; or Q1, Q2 swap  (eq. 6.10)
+
+The policy pi is epsilon-greedy: a random action with probability epsilon, else that of the largest Q(S, a).
+Nothing follows a terminal state, so y = R there.
+
+Differences from the papers and the book:
+ 1. A time limit is no terminal state: y keeps its second term, with the state in which the episode was cut.
+ 2. Several environments step together. If k of them are in the same S and take the same A, Q(S, A) moves as
+    far as in k updates in a row towards the mean of their k targets.
+ 3. A' is drawn before Q(S, A) moves, whatever the rule.
+ 4. The observations of a Box are numbered by the cells of a grid.
+
+    python algos/q_learning.py --env-id FrozenLake-v1
+"""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+# ]
+# ///
+
+import contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, random, re
+import shutil, signal, subprocess, sys, threading, time, zipfile
+from collections import deque
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Literal
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import torch
+import tyro
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1  # seed of everything random
+    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
+    run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
+    resume: str = ""  # run folder to continue
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    checkpoint_every: int = 50_000  # environment steps between checkpoints; 0: only at the end
+    eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
+    eval_episodes: int = 10  # episodes of one evaluation
+    capture_video: bool = False  # film an episode of each evaluation
+    render: bool = False  # show an episode of each evaluation in a window
+    track: Literal["none", "wandb", "trackio"] = "none"  # also log to this service
+    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    log_every: int = 1_000  # environment steps between rows of the log
+    # environment
+    env_id: str = "FrozenLake-v1"  # Gymnasium id; also module:Env-v0
+    env_kwargs: str = "{}"  # JSON object of arguments for the environment
+    num_envs: int = 4  # environments that step together
+    async_envs: bool = False  # one process per environment, for slow ones
+    max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
+    stop_return: float | None = None  # stop when the mean return of an evaluation reaches this
+    # algorithm
+    total_timesteps: int = 500_000  # environment steps, rounded up to whole rollouts
+    update_rule: Literal["q", "sarsa", "expected_sarsa", "double_q"] = "q"  # the target y
+    learning_rate: float = 0.1  # step size of the update
+    anneal_lr: bool = True  # learning rates fall linearly to 0
+    gamma: float = 0.99  # discount
+    epsilon_start: float = 0.9  # share of random actions in the first episode
+    epsilon_decay: float = 0.9999  # factor of epsilon after each episode
+    epsilon_min: float = 0.01  # where epsilon stops falling
+    initial_value: float = 0.0  # of every Q(s, a); above all that can be earned, every action gets its trial
+    grid_size: tuple[int, ...] = (10,)  # cells per dimension of a Box: one number for all or one for each
+    obs_low: tuple[float, ...] = ()  # lower ends of the grid, per dimension; empty: the bounds of the Box
+    obs_high: tuple[float, ...] = ()  # upper ends of the grid, per dimension; empty: the bounds of the Box
+
+
+# Own sweeps, results in benchmark/results.
+TUNED = {
+    "FrozenLake-v1": dict(total_timesteps=200_000, num_envs=64),
+    # it has no time limit, and a greedy policy may walk in circles
+    "CliffWalking-v1": dict(total_timesteps=50_000, num_envs=8, max_episode_steps=200, learning_rate=0.5,
+                            epsilon_start=0.1),
+    "Taxi-v4": dict(total_timesteps=300_000, num_envs=16, learning_rate=0.5, epsilon_decay=0.999),
+    "MountainCar-v0": dict(
+        total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0, epsilon_start=0.1,
+        epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,), eval_every=50_000,
+    ),
+    "CartPole-v1": dict(
+        num_envs=4, learning_rate=0.2, epsilon_start=0.5, epsilon_decay=0.999, grid_size=(3, 3, 12, 12),
+        obs_low=(-2.4, -3.0, -0.21, -3.0), obs_high=(2.4, 3.0, 0.21, 3.0), eval_every=50_000,
+    ),
+}  # fmt: skip
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+class QTable:
+    """The values Q(s, a) of all states and actions, and the policies that follow from them."""
+
+    def __init__(self, grid, num_actions: int, args: Args):
+        tables = 2 if args.update_rule == "double_q" else 1
+        self.q_values = np.full((tables, grid.num_states, num_actions), args.initial_value)
+        self.epsilon, self.grid = args.epsilon_start, grid
+
+    def greedy(self, state):
+        """The best action in each state, (B,) to (B,); the first of several that are equally good.
+
+        The two tables of double Q-learning vote together.
+        """
+        return self.q_values[:, state].sum(axis=0).argmax(axis=1)
+
+    def act(self, state):
+        """The epsilon-greedy policy: states (B,) to actions (B,)."""
+        explore = np.random.random(len(state)) < self.epsilon
+        random_action = np.random.randint(self.q_values.shape[2], size=len(state))
+        return np.where(explore, random_action, self.greedy(state))
+
+    def state_dict(self):
+        grid = {"sizes": self.grid.sizes, "low": self.grid.low, "high": self.grid.high}
+        grid = {name: value.tolist() for name, value in grid.items()}
+        return {"q_values": torch.from_numpy(self.q_values), "epsilon": self.epsilon, **grid}
+
+    def load_state_dict(self, state):
+        mine = self.state_dict()
+        for name in ("sizes", "low", "high"):
+            if state[name] != mine[name]:
+                raise ValueError(f"its grid is another one: {name} {state[name]}, here {mine[name]}")
+        if state["q_values"].shape != mine["q_values"].shape:
+            raise ValueError(f"it has values of another shape: {tuple(state['q_values'].shape)}")
+        self.q_values, self.epsilon = state["q_values"].numpy().copy(), state["epsilon"]
+
+
+def next_value(update_rule, next_q, judge_q, next_action, epsilon):
+    """What the next state is worth, (B,): the part of the target y that gamma discounts.
+
+    next_q and judge_q are the rows (B, A) of the next states in the table that learns and in the one that
+    judges; only double_q has two. next_action (B,) is what the policy does in them.
+    """
+    rows = np.arange(len(next_q))
+    if update_rule == "q":
+        return next_q.max(axis=1)  # Sutton and Barto 2018, eq. 6.8
+    if update_rule == "sarsa":
+        return next_q[rows, next_action]  # eq. 6.7
+    if update_rule == "expected_sarsa":
+        return (1 - epsilon) * next_q.max(axis=1) + epsilon * next_q.mean(axis=1)  # eq. 6.9
+    return judge_q[rows, next_q.argmax(axis=1)]  # double_q, eq. 6.10
+
+
+def update(values, index, target, learning_rate):
+    """Moves values[index] towards the targets (B,), in place: values + learning_rate (target - values).
+
+    Where an index is there k times, that would forget all targets but one. It moves as far as in k updates
+    in a row, towards the mean of its targets: 1 - (1 - learning_rate)^k of the way.
+    """
+    index, group, count = np.unique(index, return_inverse=True, return_counts=True)
+    mean_target = np.bincount(group, weights=target) / count
+    values[index] += (1 - (1 - learning_rate) ** count) * (mean_target - values[index])
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    set_up(args)
+    if args.learning_rate > 1:
+        raise UsageError(f"--learning-rate is {args.learning_rate}; above 1 values overshoot their targets")
+    if args.epsilon_min > args.epsilon_start:
+        raise UsageError(f"--epsilon-min {args.epsilon_min} is above --epsilon-start {args.epsilon_start}")
+    args.total_timesteps = round_up(args.total_timesteps, args.num_envs)
+    envs, obs, info = start_segment(args, env_steps=0)
+    if is_image(envs.single_observation_space):
+        raise UsageError(f"q_learning.py keeps a table, and {args.env_id} shows images: try dqn.py or ppo.py")
+    actions = envs.single_action_space
+    if not isinstance(actions, Discrete):
+        raise UsageError(f"q_learning.py needs Discrete actions; {args.env_id} has {actions}: try ppo.py")
+    # make_envs makes vectors of all observations; the grid has to know what they were.
+    grid = Grid(gym.make(args.env_id, **json.loads(args.env_kwargs)).observation_space, args)
+    agent = QTable(grid, int(actions.n), args)
+    greedy = lambda obs, info: agent.greedy(grid(obs))
+    run = Run(args, agent, log_every=args.log_every)
+    while run.proceed(greedy):
+        if run.new_segment:
+            envs, obs, info = start_segment(args, run.env_steps, envs)
+            state = grid(obs)
+            action = agent.act(state)
+        fraction_left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
+        learning_rate = args.learning_rate * fraction_left
+
+        # Step. The next action is that of the policy in the true successor, also where an episode ends there.
+        next_obs, reward, terminated, truncated, info = envs.step(action)
+        done = terminated | truncated
+        run.count(reward, done)
+        run.check_finite(observation=next_obs, reward=reward)
+        next_state = grid(next_obs)
+        next_action = agent.act(next_state)
+
+        # Learn. Of two tables, a coin says for each transition which one learns; the other one judges.
+        table = np.random.randint(len(agent.q_values), size=args.num_envs)
+        judge = len(agent.q_values) - 1 - table
+        next_q, judge_q = agent.q_values[table, next_state], agent.q_values[judge, next_state]
+        value = next_value(args.update_rule, next_q, judge_q, next_action, agent.epsilon)
+        td_target = reward + args.gamma * (1 - terminated) * value
+        q_value = agent.q_values[table, state, action]
+        index = np.ravel_multi_index((table, state, action), agent.q_values.shape)
+        update(agent.q_values.reshape(-1), index, td_target, learning_rate)
+
+        # Go on; a new episode starts with an action of its own.
+        state, action = next_state, next_action
+        if done.any():
+            agent.epsilon = max(args.epsilon_min, agent.epsilon * args.epsilon_decay ** int(done.sum()))
+            obs, info = reset_done(envs, next_obs, info, done)
+            state = grid(obs)
+            action = np.where(done, agent.act(state), action)
+
+        # Log
+        metrics = {"loss/td_error": np.abs(td_target - q_value).mean()}
+        metrics |= {"q/mean": q_value.mean(), "q/max": q_value.max()}
+        metrics |= {"reward/mean": reward.mean(), "reward/max": reward.max()}
+        metrics |= {"schedule/learning_rate": learning_rate, "schedule/epsilon": agent.epsilon}
+        run.log({name: float(number) for name, number in metrics.items()})
+    envs.close()
+    return run.close()
+
+
+# ------------------------------------------------------------------------------------ numbers of the states
+class Grid:
+    """Numbers the states from 0, row by row as in an array of the shape `sizes`.
+
+    A Box has grid_size cells of equal width in each dimension, between its bounds; what lies outside belongs
+    to the nearest cell. A Discrete observation, and each part of a MultiDiscrete or a Tuple of Discrete, is a
+    dimension with a cell per value; it arrives one-hot, as (0, 0, 1, 0) for the third of four.
+    """
+
+    def __init__(self, space: gym.Space, args: Args):
+        if isinstance(space, Box):
+            self.low, self.high, self.sizes = box_bounds(space, args)
+            digits = [[1]] * len(self.sizes)
+            self.cells_per_unit, self.last_cell = self.sizes / (self.high - self.low), self.sizes - 1
+        else:
+            self.sizes = discrete_sizes(space, args)
+            self.low, self.high = np.zeros(1), np.ones(1)
+            digits = [range(n) for n in self.sizes]  # what each entry of a one-hot vector stands for
+            self.cells_per_unit, self.last_cell = 1.0, 1.0
+        self.num_states = math.prod(self.sizes.tolist())
+        if self.num_states > 10_000_000:
+            many = f"{args.env_id} has more than 10 million states"
+            raise UsageError(f"{many} with this --grid-size: lower it, or try dqn.py, which needs no table")
+        strides = self.num_states // np.cumprod(self.sizes)  # states between neighbours, per dimension
+        self.weight = np.concatenate([s * np.float64(d) for s, d in zip(strides, digits, strict=True)])
+
+    def __call__(self, obs: np.ndarray) -> np.ndarray:
+        """Observations (B, D) to the numbers of their states (B,)."""
+        cell = np.floor((obs - self.low) * self.cells_per_unit).clip(0, self.last_cell)
+        return (cell @ self.weight).astype(np.int64)
+
+
+def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lower ends, upper ends and number of cells of a grid over the Box, (D,) each."""
+    low, high = np.ravel(args.obs_low or space.low), np.ravel(args.obs_high or space.high)
+    sizes = np.array(args.grid_size * space.low.size if len(args.grid_size) == 1 else args.grid_size)
+    for flag, numbers in {"--obs-low": low, "--obs-high": high, "--grid-size": sizes}.items():
+        if len(numbers) != space.low.size:
+            have = f"{args.env_id} has {space.low.size} dimensions"
+            raise UsageError(f"{flag} has {len(numbers)} numbers, but {have}")
+    low, high = np.float64(low), np.float64(high)
+    if not (np.isfinite(high - low) & (low < high)).all():
+        where = f"from {low.tolist()} to {high.tolist()}"
+        raise UsageError(f"no grid {where}: give --obs-low and --obs-high, finite and in this order")
+    return low, high, sizes
+
+
+def discrete_sizes(space: gym.Space, args: Args) -> np.ndarray:
+    """How many values each part of the observation has, (number of parts,)."""
+    if isinstance(space, MultiDiscrete):
+        return space.nvec.ravel()
+    parts = space if isinstance(space, Tuple) else [space]
+    if not all(isinstance(part, Discrete) for part in parts):
+        known = "Box, Discrete, MultiDiscrete and Tuples of Discrete"
+        raise UsageError(f"q_learning.py knows {known}; {args.env_id} observes {space}: try dqn.py")
+    return np.array([part.n for part in parts])
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A mistake of the user: main prints it in one line and exits with code 2."""
+
+
+def run_folder(path: str) -> Path:
+    """The run folder that path is or lies in."""
+    for folder in (Path(path), *Path(path).parents):
+        if (folder / "args.json").is_file():
+            return folder
+    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
+
+
+def env_family(env_id: str) -> str:
+    """classic, toy_text, box2d, mujoco or atari for environments of Gymnasium and ale-py; else empty."""
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = re.match(r"gymnasium\.envs\.(classic|toy_text|box2d|mujoco)", entry)
+    return "atari" if env_id.startswith("ALE/") else family[1] if family else ""
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > TUNED[env id] > TUNED[family] > Args."""
+    argv = sys.argv[1:] if argv is None else argv
+    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
+    early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
+    if run := early.get("--resume") or early.get("--evaluate"):
+        saved = run_folder(run) / "args.json"
+        try:
+            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
+            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
+        except (TypeError, json.JSONDecodeError) as error:
+            raise UsageError(f"{saved} is not of this script: {error}") from None
+    else:
+        env_id = early.get("--env-id", Args.env_id)
+        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
+    message = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(message):
+            summary = __doc__.partition("\n\n")[0]
+            return tyro.cli(Args, args=argv, default=defaults, description=summary)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        text = message.getvalue().partition("For full helptext")[0]
+        raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, sets the threads of torch and picks the device."""
+    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
+                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
+                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
+                log_every"""
+    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
+                per_alpha per_beta_start backtrack_ratio"""
+    signed = "stop_return target_entropy obs_low obs_high"
+    for name, value in vars(args).items():
+        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
+        high = 1 if name in shares.split() else math.inf
+        for number in value if isinstance(value, tuple) else (value,):
+            if isinstance(number, (int, float)) and not low <= number <= high:
+                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
+                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
+    if args.resume and args.evaluate:
+        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
+    if args.stop_return is not None and not args.eval_every:
+        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
+    if args.track != "none" and not importlib.util.find_spec(args.track):
+        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
+    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
+        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
+    if args.torch_threads:
+        torch.set_num_threads(args.torch_threads)
+    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
+    if not found[device]:
+        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
+    return torch.device(device)
+
+
+def is_image(space: gym.Space) -> bool:
+    """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
+    return isinstance(space, Box) and len(space.shape) in (2, 3) and sorted(space.shape)[-2] >= 5
+
+
+def standardize(env: gym.Env) -> gym.Env:
+    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
+    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
+    name, space, actions = env.spec.id, env.observation_space, env.action_space
+    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
+    if any(map(is_image, parts)):
+        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
+    if isinstance(space, Text) or not space.is_np_flattenable:
+        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
+    if not is_image(space):
+        if not isinstance(space, Box) or len(space.shape) != 1:
+            env = gym.wrappers.FlattenObservation(env)
+        if env.observation_space.dtype.kind != "f":
+            env = gym.wrappers.DtypeObservation(env, np.float32)
+    elif len(space.shape) == 2 or space.shape[-1] == min(space.shape):
+        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
+        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
+        env = gym.wrappers.TransformObservation(env, turn, turned)
+    if isinstance(actions, Discrete) and actions.start == 0:
+        return env
+    if isinstance(actions, Box):
+        low, high = actions.low.ravel(), actions.high.ravel()
+        bounded = np.isfinite(low) & np.isfinite(high)
+        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
+        center, scale = (left + right) / 2, (right - left) / 2
+        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
+        convert = lambda a: np.clip(center + scale * a, low, high)
+    elif isinstance(actions, (Discrete, MultiDiscrete)):
+        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
+        convert = lambda a: a + np.ravel(actions.start)
+    elif isinstance(actions, MultiBinary):
+        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
+    else:
+        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
+    to_env = lambda a: np.reshape(convert(a), actions.shape).astype(actions.dtype)
+    return gym.wrappers.TransformAction(env, to_env, unit)
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
+    atari = args.env_id.startswith("ALE/")
+    if args.max_episode_steps:  # ale-py counts frames, four to a step
+        limit, frames = ("max_num_frames_per_episode", 4) if atari else ("max_episode_steps", 1)
+        kwargs[limit] = frames * args.max_episode_steps
+
+    def make_env() -> gym.Env:
+        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
+            for number in STOP_SIGNALS:
+                signal.signal(number, signal.SIG_IGN)
+        return standardize(gym.make(args.env_id, **kwargs))
+
+    try:
+        extra = json.loads(args.env_kwargs)
+        if not isinstance(extra, dict):
+            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
+        kwargs |= extra
+        if atari:
+            gym.register_envs(importlib.import_module("ale_py"))
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
+        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
+            sys.path.append(os.getcwd())
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError, json.JSONDecodeError) as error:
+        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
+        raise UsageError(f"cannot make {what}: {' '.join(str(error).split())}") from None
+
+
+def round_up(total_timesteps: int, chunk: int) -> int:
+    """Whole chunks of environment steps; says so if there is a difference."""
+    rounded = math.ceil(total_timesteps / chunk) * chunk
+    if rounded != total_timesteps:
+        print(f"total_timesteps {total_timesteps} is rounded up to {rounded}, whole rollouts of {chunk}")
+    return rounded
+
+
+def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    if not done.any():
+        return next_obs, info
+    obs, reset_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in info:
+        reset_info["action_mask"] = np.where(done[:, None], reset_info["action_mask"], info["action_mask"])
+    return obs, reset_info
+
+
+def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+    """New environments, and everything random seeded from (seed, env_steps).
+
+    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
+    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
+    """
+    if old_envs is not None:
+        old_envs.close()
+    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
+        set_seed(seed)
+    envs = make_envs(args, args.num_envs)
+    envs.action_space.seed(seed)
+    return envs, *envs.reset(seed=seed)
+
+
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
+LOAD_ERRORS = (
+    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
+)  # fmt: skip
+EVALUATION_SEED = 10_000_000
+
+
+class Film:
+    """Frames of the first environment of an evaluation, for an mp4 (VP9: browsers play it) and a window."""
+
+    def __init__(self, args, path: Path | None):
+        self.args, self.path, self.writer, self.twin = args, path, None, None
+        if args.env_id.startswith("ALE/"):  # cannot render as a vector: a twin in colour plays the same game
+            self.twin = make_envs(args, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
+
+    def shoot(self, envs, actions: np.ndarray | None = None) -> None:
+        """Takes the frame after actions; without them, that of the reset."""
+        if self.twin is None:
+            frame, fps = envs.envs[0].render(), envs.metadata.get("render_fps", 30)
+        else:
+            start = actions is None
+            obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
+            frame, fps = obs[0, 0], 15
+        frame = np.ascontiguousarray(frame[..., ::-1])  # OpenCV wants blue first
+        if self.path and self.writer is None:
+            self.path.parent.mkdir(exist_ok=True)
+            codec, part = cv2.VideoWriter_fourcc(*"vp09"), str(self.path.with_suffix(".part.mp4"))
+            self.writer = cv2.VideoWriter(part, codec, fps, frame.shape[1::-1])
+        if self.writer:
+            self.writer.write(frame)
+        if self.args.render:
+            cv2.imshow(self.args.env_id, frame)
+            cv2.waitKey(1000 // fps)
+
+    def close(self) -> None:
+        if self.writer:
+            self.writer.release()
+            self.path.with_suffix(".part.mp4").replace(self.path)
+        if self.twin:
+            self.twin.close()
+
+
+def evaluate(args, policy, video: Path | None = None, stopped=lambda: False) -> dict[str, np.ndarray] | None:
+    """Plays eval_episodes episodes, the same at every call, in its own environments; training is untouched.
+
+    policy maps (obs, info) to actions. Every environment plays one episode, so short ones are not favoured.
+    Returns returns, discounted, lengths, terminated and success, (eval_episodes,) each, or None if stopped.
+    """
+    n, random_states = args.eval_episodes, (random.getstate(), np.random.get_state())
+    film = Film(args, video) if video or args.render else None
+    render = {"render_mode": "rgb_array"} if film and film.twin is None else {}
+    envs = make_envs(replace(args, async_envs=False), n, **render)
+    scores = {name: np.zeros(n) for name in ("returns", "discounted", "lengths", "terminated", "success")}
+    playing, t = np.ones(n, dtype=bool), 0
+    obs, info = envs.reset(seed=EVALUATION_SEED)
+    if film:
+        film.shoot(envs)
+    while playing.any() and not stopped():
+        actions = policy(obs, info).reshape(envs.action_space.shape)
+        obs, reward, terminated, truncated, info = envs.step(actions)
+        if film and playing[0]:
+            film.shoot(envs, actions)
+        scores["returns"] += reward * playing
+        scores["discounted"] += args.gamma**t * reward * playing
+        scores["lengths"] += playing
+        scores["terminated"] += terminated & playing
+        success = np.asarray(info.get("is_success", info.get("success", np.zeros(n))), dtype=bool)
+        scores["success"] = np.maximum(scores["success"], success & playing)
+        playing &= ~(terminated | truncated)
+        obs, info = reset_done(envs, obs, info, terminated | truncated)
+        t += 1
+    envs.close()
+    if film:
+        film.close()
+    random.setstate(random_states[0])
+    np.random.set_state(random_states[1])
+    return None if playing.any() else scores
+
+
+class Run:
+    """The folder of a run: counters, log, evaluations, checkpoints. `while run.proceed(policy)` trains.
+
+    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    """
+
+    # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
+    SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
+
+    def __init__(self, args, agent, log_every: int = 1, **parts):
+        self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
+        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
+        self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
+        self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
+        if args.resume or args.evaluate:
+            self.folder = run_folder(args.resume or args.evaluate)
+            self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
+        if not args.evaluate:
+            self.open_log(Path(sys.modules[train.__module__].__file__))
+
+    def open_log(self, script: Path) -> None:
+        args = self.args
+        if not args.resume:
+            name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+            env = re.sub("[/:]", "-", args.env_id)
+            self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
+            if self.folder.exists() and any(self.folder.iterdir()):
+                raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.copy(script, self.folder)
+        ask = dict(cwd=script.parent, capture_output=True, text=True)
+        has_git = shutil.which("git")
+        git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
+        environment = {
+            "command": sys.argv, "python": platform.python_version(), "platform": platform.platform(),
+            "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__,
+            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+            "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
+        }  # fmt: skip
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.logged_at + 1 if args.resume else None)
+        for name, values in {"args": asdict(args), "environment": environment}.items():
+            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2))
+            text = "\n".join(f"    {key}: {value}" for key, value in values.items())
+            self.writer.add_text(name, text, self.env_steps)
+        self.table, self.rows, self.columns = self.folder / "progress.csv", [], []
+        if args.resume and self.table.exists():
+            with self.table.open(newline="") as file:  # what came after the checkpoint is done again
+                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.logged_at]
+            self.write_table()
+        self.tracker = importlib.import_module(args.track) if args.track != "none" else None
+        if self.tracker:  # wandb and trackio share this interface
+            identity = {"id": self.folder.name} if args.track == "wandb" else {}
+            self.tracker.init(
+                project="plainrl", name=self.folder.name, config=asdict(args), resume="allow", **identity
+            )
+        total, hide = args.total_timesteps, not sys.stderr.isatty()
+        self.bar = tqdm(total=total, initial=self.env_steps, unit=" steps", disable=hide, dynamic_ncols=True)
+        self.started_at = self.row_time = self.print_time = time.perf_counter()
+        self.handlers = {}
+        if threading.current_thread() is threading.main_thread():
+            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
+
+    def catch(self, number: int, frame) -> None:
+        """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
+        if self.signal and number == signal.SIGINT:
+            os._exit(128 + number)
+        self.signal = number
+
+    def state_dict(self) -> dict:
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state: dict) -> None:
+        vars(self).update(state)
+
+    def save(self, path: Path, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        part = path.with_suffix(".part")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            with part.open("wb") as file:
+                torch.save({name: value.state_dict() for name, value in parts.items()}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
+            print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
+            part.unlink(missing_ok=True)
+
+    def load(self, path: Path) -> None:
+        try:
+            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
+                raise ValueError(f"{damaged} is damaged")
+            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
+            for name in ["agent"] if play else state:
+                self.parts[name].load_state_dict(state[name])
+        except LOAD_ERRORS as error:
+            raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
+
+    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
+        """Counts a step of every environment that is playing; reward is as the environment gave it."""
+        self.env_steps += len(reward) if playing is True else int(playing.sum())
+        self.episode_return += reward * playing
+        self.episode_length += playing
+        for i in np.flatnonzero(done & playing):
+            self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
+            self.recent.append(self.episodes[-1][1])
+            self.episode_return[i], self.episode_length[i] = 0, 0
+
+    def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
+        self.row |= metrics
+
+    def check_finite(self, **values) -> None:
+        """Stops the run before a NaN or an infinity reaches a checkpoint."""
+        for name, value in values.items():
+            if not np.isfinite(value).all():
+                where = f"{self.folder} keeps the checkpoint of step {self.saved_at}"
+                raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
+
+    def evaluate(self, policy) -> None:
+        """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
+        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
+        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
+        scores = evaluate(self.args, policy, video, lambda: self.signal)
+        if scores is None:
+            return
+        self.evaluated_at, self.returns = self.env_steps, scores["returns"]
+        for name in ("mean", "std", "min", "max"):
+            self.row[f"eval/return_{name}"] = float(getattr(self.returns, name)())
+        self.row["eval/episodes"] = len(self.returns)
+        self.row["eval/discounted_return_mean"] = float(scores["discounted"].mean())
+        self.row["eval/length_mean"] = float(scores["lengths"].mean())
+        self.row["eval/termination_rate"] = float(scores["terminated"].mean())
+        self.row["eval/success_rate"] = float(scores["success"].mean())
+        if not self.args.evaluate:
+            self.save(self.folder / "models" / f"{self.env_steps}.pt", agent=self.agent)
+            if self.returns.mean() > self.best:
+                self.best = float(self.returns.mean())
+                self.save(self.folder / "best.pt", agent=self.agent)
+
+    def proceed(self, policy) -> bool:
+        """Between two updates: evaluates, saves and logs when due. Says whether the training goes on."""
+        args = self.args
+        if args.evaluate:
+            self.evaluate(policy)
+            for episode, return_ in enumerate(self.returns, start=1):
+                print(f"episode {episode} return {return_:.1f}")
+            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
+            over = f"over {len(self.returns)} episodes"
+            print(f"return mean {mean:.1f} std {std:.1f} min {low:.1f} max {high:.1f} {over}")
+            return False
+        if self.started and not self.signal and self.env_steps < self.next_stop:
+            self.new_segment = False
+            return True
+        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
+        values = torch.stack(list(tensors.values())).tolist() if tensors else []
+        self.row |= dict(zip(tensors, values, strict=True))
+        due = lambda every, last: every and self.env_steps // every > last // every
+        if self.started:
+            steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
+            self.row["speed/steps_per_second"] = steps / seconds
+        self.check_finite(**self.row)
+        finished = self.env_steps >= args.total_timesteps
+        if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
+            self.evaluate(policy)
+            if args.stop_return is not None and self.evaluated_at == self.env_steps:
+                finished = finished or self.returns.mean() >= args.stop_return
+        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        save = save and self.env_steps > self.saved_at
+        if save:
+            self.writer.flush()  # what the checkpoint takes for written is written
+            now = time.perf_counter()
+            self.seconds, self.started_at = self.seconds + now - self.started_at, now
+            self.saved_at = self.env_steps
+            self.save(self.folder / "checkpoint.pt", **self.parts)
+        self.new_segment, self.started = save or not self.started, True
+        if self.new_segment:
+            self.episode_return[:], self.episode_length[:] = 0, 0
+        self.write_row()
+        if self.signal:
+            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
+            self.close()
+            raise SystemExit(128 + self.signal)
+        self.row_time = time.perf_counter()
+        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
+        pauses = [every * (self.env_steps // every + 1) for every in intervals]
+        self.next_stop = min(args.total_timesteps, *pauses)
+        return not finished
+
+    def write_row(self) -> None:
+        """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
+        if not self.row or self.env_steps == self.logged_at:
+            return
+        step, now = self.env_steps, time.perf_counter()
+        if self.episodes:
+            self.row["train/episode_return"] = float(np.mean([return_ for _, return_, _ in self.episodes]))
+            self.row["train/episode_length"] = float(np.mean([length for _, _, length in self.episodes]))
+        row = {"step": step, "wall_time": round(self.seconds + now - self.started_at, 3), **self.row}
+        self.rows.append(row)
+        try:
+            if set(row) <= set(self.columns):
+                with self.table.open("a", newline="") as file:
+                    csv.DictWriter(file, self.columns).writerow(row)
+            else:
+                self.write_table()
+        except OSError as error:  # a full disk; the next row writes the whole table anew
+            print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
+            self.columns = []
+        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self.writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
+        for ended_at, return_, length in self.episodes:  # one point per episode
+            self.writer.add_scalar("train/episode_return", return_, ended_at)
+            self.writer.add_scalar("train/episode_length", length, ended_at)
+        if self.tracker:
+            self.tracker.log(self.row, step=step)
+        text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
+        text += f" evaluation {self.returns.mean():.1f}" if self.returns is not None else ""
+        self.bar.set_postfix_str(text, refresh=False)
+        self.bar.update(step - self.bar.n)
+        if self.bar.disable and ("eval/return_mean" in self.row or now - self.print_time > 10):
+            speed = self.row.get("speed/steps_per_second", 0)
+            print(f"step {step}/{self.args.total_timesteps} {speed:.0f} steps/s {text}", flush=True)
+            self.print_time = now
+        self.row, self.episodes, self.logged_at = {}, [], step
+
+    def write_table(self) -> None:
+        """Writes progress.csv anew: its header has every column seen so far."""
+        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
+        part = self.table.with_suffix(".part")
+        with part.open("w", newline="") as file:
+            table = csv.DictWriter(file, self.columns)
+            table.writeheader()
+            table.writerows(self.rows)
+        part.replace(self.table)
+
+    def close(self) -> np.ndarray:
+        """Returns the returns of the last evaluation, one per episode."""
+        if not self.args.evaluate:
+            self.writer.close()
+            self.bar.close()
+            if self.tracker:
+                self.tracker.finish()
+            for number, handler in self.handlers.items():
+                signal.signal(number, handler)
+        return self.returns
+
+
+def main() -> None:
+    try:
+        train(parse_args())
+    except (UsageError, FloatingPointError) as error:
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()
