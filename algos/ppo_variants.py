@@ -110,7 +110,7 @@ TUNED = {
                         gae_lambda=0.9),
     "Acrobot-v1": dict(
         total_timesteps=300_000, num_envs=16, num_steps=256, num_minibatches=16, learning_rate=5e-4,
-        normalize_obs=True, normalize_reward=True, eval_every=25_000,
+        hidden_sizes=(256, 256), normalize_obs=True, normalize_reward=True, eval_every=25_000,
     ),
     "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3,
                         gamma=0.9),
