@@ -76,16 +76,16 @@ class Args:
     # algorithm
     total_timesteps: int = 1_000_000  # environment steps, rounded up to whole rollouts
     num_steps: int = 32  # steps of each environment in a rollout
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # rmsprop: the paper's, with the same two options
-    learning_rate: float = 1e-3  # of Adam
+    optimizer: Literal["adam", "rmsprop"] = "adam"  # what takes the step
+    learning_rate: float = 1e-3  # step size of the update
     critic_lr: float | None = None  # learning rate of the critic; None: learning_rate
     anneal_lr: bool = True  # learning rates fall linearly to 0
     adam_eps: float = 1e-5  # added to the denominator of Adam
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # lambda of the advantage; 1: returns to the end of the rollout, then V
     normalize_advantage: bool = False  # to mean 0 and standard deviation 1 in each minibatch
-    value_coef: float = 0.5  # c_1 of eq. 9
-    entropy_coef: float = 0.0  # c_2 of eq. 9
+    value_coef: float = 0.5  # c_1, weight of the value error
+    entropy_coef: float = 0.0  # c_2, weight of the entropy
     max_grad_norm: float = 0.5  # global norm at which the gradient is clipped; 0: never
     hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
@@ -98,13 +98,11 @@ class Args:
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3),
     # as RL Baselines3 Zoo has it for Atari, also with RMSprop of eps inside the root
-    "atari": dict(
-        total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, optimizer="rmsprop",
-        learning_rate=7e-4, anneal_lr=False, value_coef=0.25, entropy_coef=0.01, shared_trunk=True,
-        hidden_sizes=(512,), activation="relu", clip_reward=True, eval_every=500_000,
-        checkpoint_every=500_000, log_every=10_000, torch_threads=0,
-        env_kwargs='{"repeat_action_probability": 0.25}',
-    ),
+    "atari": dict(total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, optimizer="rmsprop",
+                  learning_rate=7e-4, anneal_lr=False, value_coef=0.25, entropy_coef=0.01, shared_trunk=True,
+                  hidden_sizes=(512,), activation="relu", clip_reward=True, eval_every=500_000,
+                  checkpoint_every=500_000, log_every=10_000, torch_threads=0,
+                  env_kwargs='{"repeat_action_probability": 0.25}'),
 }  # fmt: skip
 
 
@@ -966,7 +964,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -978,11 +977,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

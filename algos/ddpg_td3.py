@@ -86,7 +86,7 @@ class Args:
     buffer_size: int = 1_000_000  # transitions kept for replay
     batch_size: int = 256  # transitions in each update
     updates_per_step: float = 1.0  # updates for each environment step, also a fraction or many
-    learning_rate: float = 1e-3  # of Adam
+    learning_rate: float = 1e-3  # step size of the update
     actor_lr: float | None = None  # learning rate of the actor; None: learning_rate
     critic_lr: float | None = None  # learning rate of the critic; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
@@ -113,16 +113,12 @@ PRESETS = {
 # Pendulum: own runs, seeds 1 to 3. Not run to the end here: MountainCarContinuous, LunarLanderContinuous and
 # BipedalWalker follow RL Baselines3 Zoo's td3.yml, MuJoCo its td3.yml with the TD3 paper's networks.
 TUNED = {
-    "Pendulum-v1": dict(
-        total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64), batch_size=128,
-        eval_every=2_500,
-    ),
-    "MountainCarContinuous-v0": dict(
-        total_timesteps=300_000, learning_starts=1_000, noise="ou", exploration_noise=0.5, eval_every=20_000,
-    ),
-    "LunarLanderContinuous-v3": dict(
-        total_timesteps=300_000, learning_starts=10_000, gamma=0.98, buffer_size=200_000, eval_every=20_000,
-    ),
+    "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
+                        batch_size=128, eval_every=2_500),
+    "MountainCarContinuous-v0": dict(total_timesteps=300_000, learning_starts=1_000, noise="ou",
+                                     exploration_noise=0.5, eval_every=20_000),
+    "LunarLanderContinuous-v3": dict(total_timesteps=300_000, learning_starts=10_000, gamma=0.98,
+                                     buffer_size=200_000, eval_every=20_000),
     "BipedalWalker-v3": dict(learning_starts=10_000, gamma=0.98, buffer_size=200_000, eval_every=50_000),
     "mujoco": dict(learning_starts=10_000, eval_every=20_000, checkpoint_every=100_000, torch_threads=2),
 }  # fmt: skip
@@ -1033,7 +1029,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -1045,11 +1042,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

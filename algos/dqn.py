@@ -87,7 +87,7 @@ class Args:
     per_alpha: float = 0.6  # how much more often; 0: uniform
     per_beta_start: float = 0.4  # correction of that bias, rises linearly to 1
     per_eps: float = 1e-6  # added to each priority
-    learning_rate: float = 1e-3  # of Adam
+    learning_rate: float = 1e-3  # step size of the update
     anneal_lr: bool = True  # learning rates fall linearly to 0
     adam_eps: float = 1e-8  # added to the denominator of Adam
     gamma: float = 0.99  # discount
@@ -113,26 +113,21 @@ class Args:
 TUNED = {
     # after RL Baselines3 Zoo's dqn.yml
     "CartPole-v1": dict(learning_rate=2.3e-3, train_every=256, updates_per_train=128, target_update_every=10),
-    "Acrobot-v1": dict(
-        total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000, train_every=4,
-        updates_per_train=4, target_update_every=250, exploration_fraction=0.12, epsilon_end=0.1,
-    ),
-    "MountainCar-v0": dict(
-        total_timesteps=120_000, learning_rate=4e-3, batch_size=128, buffer_size=10_000, gamma=0.98,
-        train_every=16, updates_per_train=8, target_update_every=600, exploration_fraction=0.2,
-        epsilon_end=0.07,
-    ),
-    "LunarLander-v3": dict(
-        total_timesteps=300_000, learning_rate=6.3e-4, batch_size=128, train_every=4, updates_per_train=4,
-        target_update_every=250, exploration_fraction=0.12, epsilon_end=0.1, eval_every=25_000,
-    ),
+    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
+                       train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
+                       epsilon_end=0.1),
+    "MountainCar-v0": dict(total_timesteps=120_000, learning_rate=4e-3, batch_size=128, buffer_size=10_000,
+                           gamma=0.98, train_every=16, updates_per_train=8, target_update_every=600,
+                           exploration_fraction=0.2, epsilon_end=0.07),
+    "LunarLander-v3": dict(total_timesteps=300_000, learning_rate=6.3e-4, batch_size=128, train_every=4,
+                           updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
+                           epsilon_end=0.1, eval_every=25_000),
     # after CleanRL's settings for Atari
-    "atari": dict(
-        total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
-        learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,
-        epsilon_end=0.01, hidden_sizes=(512,), clip_reward=True, eval_every=500_000, torch_threads=0,
-        checkpoint_every=1_000_000, env_kwargs='{"repeat_action_probability": 0.25}',
-    ),
+    "atari": dict(total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
+                  learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,
+                  epsilon_end=0.01, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,
+                  torch_threads=0, checkpoint_every=1_000_000,
+                  env_kwargs='{"repeat_action_probability": 0.25}'),
 }  # fmt: skip
 
 
@@ -1096,7 +1091,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -1108,11 +1104,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

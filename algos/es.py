@@ -11,7 +11,8 @@ that know each other's noise from shared seeds and send nothing but what their e
 Differences from the paper:
  1. Noise is drawn anew in each generation, not taken from a large block drawn once. No episode is cut short.
  2. All members of a generation start from the same states, so luck does not decide between them.
- 3. Members of equal fitness have equal rank, so that they cancel.
+ 3. Members of equal fitness have equal rank, so that they cancel. Adam takes the step; --optimizer sgd takes
+    it as in line 5.
  4. Policies are deterministic MLPs: argmax over choices, or the output itself for Box actions, on [-1, 1]
     stretched to the bounds of the space. There is no virtual batch normalization, and there are no images.
  5. A generation is whole episodes: training ends with the first one that reaches total_timesteps.
@@ -80,7 +81,7 @@ class Args:
     common_starts: bool = True  # all members of a generation play from the same initial states
     fitness: Literal["rank", "zscore", "raw"] = "rank"  # what stands for F_i; rank: -1/2 to 1/2
     optimizer: Literal["adam", "sgd"] = "adam"  # what takes the step
-    learning_rate: float = 0.03  # of Adam
+    learning_rate: float = 0.03  # step size of the update
     anneal_lr: bool = False  # learning rates fall linearly to 0
     weight_decay: float = 0.005  # pulls the parameters to 0: so much of theta is taken from the gradient
     gamma: float = 0.99  # discount
@@ -112,13 +113,13 @@ class Policy(nn.Module):
         super().__init__()
         self.obs_norm = SumsNorm(obs_space.shape) if args.normalize_obs else None
         self.activation = {"tanh": torch.tanh, "relu": F.relu, "elu": F.elu, "silu": F.silu}[args.activation]
-        self.choices = None
         if isinstance(action_space, Box):
-            outputs = action_space.shape[0]
+            outputs, choices = action_space.shape[0], None
         else:
             sizes = [action_space.n] if isinstance(action_space, Discrete) else action_space.nvec
-            self.choices = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (K, N): which exist
-            outputs = self.choices.numel()
+            choices = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]  # (K, N): which exist
+            outputs = choices.numel()
+        self.register_buffer("choices", choices, persistent=False)
         widths = [*obs_space.shape, *args.hidden_sizes, outputs]
         self.shapes = list(zip(widths, widths[1:], strict=False))
         layers = [orthogonal(nn.Linear(*shape)) for shape in self.shapes]
@@ -140,7 +141,7 @@ class Policy(nn.Module):
         if self.choices is None:
             return x
         logits = x.unflatten(1, self.choices.shape)
-        return logits.masked_fill(~self.choices.to(x.device), -math.inf).argmax(-1)
+        return logits.masked_fill(~self.choices, -math.inf).argmax(-1)
 
 
 # --------------------------------------------------------------------------------------- the learning rule
@@ -231,6 +232,7 @@ def train(args: Args) -> np.ndarray:
     def greedy(obs, info):
         return agent(agent.theta.expand(len(obs), -1), to_tensor(obs, device)).cpu().numpy()
 
+    team.join()
     run = (Leader if team.rank == 0 else Follower)(team, args, agent, optimizer=optimizer)
     while run.proceed(greedy):
         if run.new_segment:
@@ -258,13 +260,12 @@ def train(args: Args) -> np.ndarray:
 
         # Update
         fitness = torch.from_numpy(returns).view(args.population, -1).mean(1)
-        weights = shape_fitness(fitness, args.fitness).to(device, torch.float32)
+        weights = shape_fitness(fitness, args.fitness).float().to(device)
         gradient = es_gradient(weights, noise, args.sigma, args.mirrored_sampling)
         agent.theta.grad = -gradient
         optimizer.step()
         if args.normalize_obs:
-            total, squares = torch.from_numpy(table[:, 2:].sum(0)).to(device).chunk(2)
-            agent.obs_norm.merge(lengths.sum(), total, squares)
+            agent.obs_norm.merge(lengths.sum(), *np.split(table[:, 2:].sum(0), 2))
 
         # Log
         run.log({f"fitness/{name}": getattr(fitness, name)().item() for name in ("mean", "min", "max")})
@@ -485,14 +486,15 @@ class RunningNorm(nn.Module):
 class SumsNorm(RunningNorm):
     """A RunningNorm for observations of which only sums are known, as when others have seen them."""
 
-    def merge(self, count: float, total: torch.Tensor, squares: torch.Tensor) -> None:
+    def merge(self, count: float, total: np.ndarray, squares: np.ndarray) -> None:
         """Adds count observations by their sum and the sum of their squares, both (*shape) in float64."""
         mean = total / count
-        var = (squares / count - mean.square()).clamp(min=0)
+        var = np.maximum(squares / count - mean**2, 0)
+        mean, var = to_tensor(mean, self.mean.device), to_tensor(var, self.mean.device)
         self.count += count
-        share, delta = count / self.count, mean.float() - self.mean
-        self.var.lerp_(var.float(), share).add_(delta.square() * share * (1 - share))
-        self.mean.lerp_(mean.float(), share)
+        share, delta = count / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
 
 
 class Resting:
@@ -758,7 +760,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -770,11 +773,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]
@@ -840,12 +843,20 @@ class Run:
         return self.returns
 
 
+def checksum(theta: torch.Tensor) -> float:
+    """A number that tells parameters apart which differ."""
+    return theta.detach().cpu().double().sum().item()
+
+
 class Team:
     """The processes that torchrun started, on one machine or several; without torchrun this one alone."""
 
     def __init__(self):
         self.rank, self.size = (int(os.environ.get(name, x)) for name, x in (("RANK", 0), ("WORLD_SIZE", 1)))
         self.on_loss = lambda: "start it again"
+
+    def join(self) -> None:
+        """Waits for the others, after all checks of the arguments: nobody waits for one that has left."""
         if self.size > 1:
             dist.init_process_group("gloo")
 
@@ -906,7 +917,7 @@ class Leader(Run):
         try:
             go_on = self.safe = super().proceed(policy)
         finally:
-            word = [go_on, go_on and self.new_segment, self.env_steps, self.agent.theta.double().sum().item()]
+            word = [go_on, go_on and self.new_segment, self.env_steps, checksum(self.agent.theta)]
             self.team.talk(dist.broadcast, torch.tensor(word, dtype=torch.float64), src=0)
         return go_on
 
@@ -942,7 +953,7 @@ class Follower:
         word = torch.zeros(4, dtype=torch.float64)
         self.team.talk(dist.broadcast, word, src=0)
         go_on, self.new_segment, *state = word.tolist()
-        if go_on and state != [self.env_steps, self.agent.theta.double().sum().item()]:
+        if go_on and state != [self.env_steps, checksum(self.agent.theta)]:
             name, rank = Path(sys.argv[0]).name, self.team.rank
             print(f"{name}: process {rank} has other parameters than process 0: stopped", file=sys.stderr)
             sys.exit(1)

@@ -94,14 +94,12 @@ TUNED = {
     "CliffWalking-v1": dict(total_timesteps=50_000, num_envs=8, max_episode_steps=200, learning_rate=0.5,
                             epsilon_start=0.1),
     "Taxi-v4": dict(total_timesteps=300_000, num_envs=16, learning_rate=0.5, epsilon_decay=0.999),
-    "MountainCar-v0": dict(
-        total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0, epsilon_start=0.1,
-        epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,), eval_every=50_000,
-    ),
-    "CartPole-v1": dict(
-        num_envs=4, learning_rate=0.2, epsilon_start=0.5, epsilon_decay=0.999, grid_size=(3, 3, 12, 12),
-        obs_low=(-2.4, -3.0, -0.21, -3.0), obs_high=(2.4, 3.0, 0.21, 3.0), eval_every=50_000,
-    ),
+    "MountainCar-v0": dict(total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0,
+                           epsilon_start=0.1, epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,),
+                           eval_every=50_000),
+    "CartPole-v1": dict(num_envs=4, learning_rate=0.2, epsilon_start=0.5, epsilon_decay=0.999,
+                        grid_size=(3, 3, 12, 12), obs_low=(-2.4, -3.0, -0.21, -3.0),
+                        obs_high=(2.4, 3.0, 0.21, 3.0), eval_every=50_000),
 }  # fmt: skip
 
 
@@ -728,7 +726,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -740,11 +739,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

@@ -71,7 +71,7 @@ class Args:
     # algorithm
     total_timesteps: int = 200_000  # environment steps, rounded up to whole rollouts
     episodes_per_update: int = 8  # complete episodes in a rollout, the same number from each environment
-    learning_rate: float = 3e-3  # of Adam
+    learning_rate: float = 3e-3  # step size of the update
     anneal_lr: bool = True  # learning rates fall linearly to 0
     gamma: float = 0.99  # discount
     hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
@@ -83,7 +83,7 @@ class Args:
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=8, learning_rate=3e-3),
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=8, learning_rate=1e-2),
-}
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -751,7 +751,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -763,11 +764,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

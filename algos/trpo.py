@@ -77,14 +77,14 @@ class Args:
     backtrack_ratio: float = 0.8  # by which a step that is refused is shrunk
     max_backtracks: int = 15  # steps that are tried
     value_optimizer: Literal["adam", "lbfgs"] = "adam"  # what fits the critic; lbfgs: value_epochs iterations
-    learning_rate: float = 1e-3  # of Adam
+    learning_rate: float = 1e-3  # step size of the update
     value_epochs: int = 10  # passes of the critic over each rollout
     value_minibatches: int = 16  # gradient steps of the critic in each pass
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.98  # lambda of the advantage; 1: returns to the end of the rollout, then V
     normalize_advantage: bool = True  # to mean 0 and standard deviation 1 in each minibatch
     positive_adv: bool = False  # advantages minus the smallest one, so that none is negative
-    entropy_coef: float = 0.0  # c_2 of eq. 9
+    entropy_coef: float = 0.0  # c_2, weight of the entropy
     entropy_method: Literal["none", "regularized", "max"] = "regularized"  # add it to: nothing, loss, rewards
     softplus_entropy: bool = False  # softplus(entropy), never negative, in place of the entropy
     stop_entropy_gradient: bool = False  # no gradient through the entropy; max needs it
@@ -99,14 +99,11 @@ TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000),
     "Acrobot-v1": dict(total_timesteps=100_000, num_envs=16, episodes_per_update=16, value_epochs=20),
     "Pendulum-v1": dict(total_timesteps=100_000, gamma=0.95, value_epochs=20),
-    "MountainCarContinuous-v0": dict(
-        total_timesteps=50_000, num_envs=1, episodes_per_update=2, value_epochs=20, normalize_obs=True,
-    ),
+    "MountainCarContinuous-v0": dict(total_timesteps=50_000, num_envs=1, episodes_per_update=2,
+                                     value_epochs=20, normalize_obs=True),
     "LunarLander-v3": dict(total_timesteps=200_000, hvp_damping=0.01, value_epochs=15, eval_every=20_000),
-    "mujoco": dict(
-        total_timesteps=1_000_000, num_envs=2, episodes_per_update=2, gae_lambda=0.95, hvp_damping=0.1,
-        value_epochs=20, normalize_obs=True, eval_every=50_000,
-    ),
+    "mujoco": dict(total_timesteps=1_000_000, num_envs=2, episodes_per_update=2, gae_lambda=0.95,
+                   hvp_damping=0.1, value_epochs=20, normalize_obs=True, eval_every=50_000),
 }  # fmt: skip
 
 
@@ -903,7 +900,8 @@ class Run:
             self.evaluate(policy)
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
-        save = finished or self.signal or due(args.checkpoint_every, self.saved_at)
+        stop = self.signal  # read once: one that comes from here on waits for the next call
+        save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
             self.writer.flush()  # what the checkpoint takes for written is written
@@ -915,11 +913,11 @@ class Run:
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
-        if self.signal:
-            name, go_on = signal.Signals(self.signal).name, f"python {sys.argv[0]} --resume {self.folder}"
+        if stop:
+            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
             print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
             self.close()
-            raise SystemExit(128 + self.signal)
+            raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
         intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
         pauses = [every * (self.env_steps // every + 1) for every in intervals]

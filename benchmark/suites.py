@@ -70,11 +70,10 @@ SUITES = {
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=3),
         Cell("sac", "HalfCheetah-v5", 100_000, seeds=3),
     ],
-    # A lake that is not slippery has another length, so that its results are told from the other's.
     "q_learning": [
         Cell(
-            "q_learning", "FrozenLake-v1", 50_000, seeds=5, bar=1.0,
-            args=("--env-kwargs", '{"is_slippery": false}'),
+            "q_learning", "FrozenLake-v1", 50_000, 5, 1.0, ("--env-kwargs", '{"is_slippery": false}'),
+            "not_slippery",
         ),
         Cell("q_learning", "FrozenLake-v1", 200_000, seeds=5, bar=0.7),  # the optimum is 0.744
         Cell("q_learning", "CliffWalking-v1", 50_000, seeds=5, bar=-13),  # the optimum

@@ -77,7 +77,7 @@ class Script:
         if name == "Walk":
             kwargs["discrete_obs"] = self.discrete_obs
         limit = {}
-        if self.whole_episodes:  # they make a rollout: of 64 steps in all, as with num_steps and num_envs of TINY
+        if self.whole_episodes:  # a rollout of 64 steps in all, as with num_steps and num_envs of TINY
             limit = {} if self.has("population") else {"max_episode_steps": 100}
             if name in ("Walk", "Broken"):
                 kwargs["length"] = 16 if self.has("population") else 32
@@ -147,6 +147,7 @@ def fork(action, output: Path = Path(os.devnull)):
     if pid:
         return pid
     code = 99
+    signal.alarm(120)  # one that waits for ever dies of SIGALRM
     try:
         where = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(where, 1), os.dup2(where, 2)

@@ -231,6 +231,7 @@ def test_a_checkpoint_loads_on_another_device(script, before, after, graph_befor
 
 def test_a_checkpoint_as_a_graph_leaves_it_loads_on_the_cpu_and_learns_on(script):
     """On CUDA the optimizer is marked as capturable; that mark is of the device, not of the run."""
+    skip_without(script, "compile")
     script.train(total_timesteps=128)
     saved = checkpoint()
     groups = lambda state: [group for part in state.values() for group in part.get("param_groups", ())]

@@ -630,7 +630,7 @@ def test_atari_batches_are_the_stacks_that_were_seen(seen, monkeypatch):
 
     def watched_start(self, obs, mask=None):
         for i in range(2) if mask is None else np.flatnonzero(mask):
-            taken[i:i + 1] = [obs[i].copy()]
+            taken[i : i + 1] = [obs[i].copy()]
         start(self, obs, mask)
 
     def watched_add(self, action, reward, terminated, next_obs):

@@ -150,7 +150,7 @@ def test_each_member_acts_as_a_network_of_its_own_would(space, hidden_sizes, act
     torch.manual_seed(0)
     args = es.Args(hidden_sizes=hidden_sizes, activation=activation, normalize_obs=True)
     policy = es.Policy(Box(-1, 1, (6,)), space, args)
-    policy.obs_norm.merge(100.0, torch.full((6,), 50.0), torch.full((6,), 425.0))  # mean 0.5, variance 4
+    policy.obs_norm.merge(100.0, np.full(6, 50.0), np.full(6, 425.0))  # mean 0.5, variance 4
     members, obs = torch.randn(10, policy.theta.numel()), torch.randn(10, 6)
     for theta, x, action in zip(members, obs, policy(members, obs).detach(), strict=True):
         layers, x = [], (x - 0.5) / 2
@@ -197,7 +197,7 @@ def test_the_normalizer_equals_numpy():
     seen = np.empty((0, 3))
     for size in (1, 7, 300, 2, 1000):
         batch = rng.normal([1000.0, 0.0, -5.0], [2.0, 0.1, 30.0], (size, 3))
-        norm.merge(float(size), torch.tensor(batch.sum(0)), torch.tensor((batch**2).sum(0)))
+        norm.merge(float(size), batch.sum(0), (batch**2).sum(0))
         seen = np.concatenate([seen, batch])
         np.testing.assert_allclose(norm.mean, seen.mean(0), rtol=1e-5, atol=1e-4)
         np.testing.assert_allclose(norm.var.sqrt(), seen.std(0), rtol=2e-3, atol=1e-5)
