@@ -412,6 +412,22 @@ def test_a_signal_saves_and_says_how_to_go_on(script, plain, capsys, name, phase
             assert [p[0] for p in curves[tag]] == [p[0] for p in whole[tag]]
 
 
+def test_a_signal_while_a_row_is_written_saves_at_the_step_it_names(script, monkeypatch, capsys):
+    """Where this call has decided already not to save."""
+    real, late = script.module.Run.write_row, []
+
+    def write_row(run):
+        real(run)
+        if not late and run.env_steps > run.saved_at >= 0:
+            late.append(run.env_steps)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(script.module.Run, "write_row", write_row)
+    assert script.main(*script.flags("run", checkpoint_every=10_000)) == 128 + signal.SIGTERM
+    step = int(re.search(r"SIGTERM: saved at step (\d+);", capsys.readouterr().err)[1])
+    assert checkpoint()["run"]["env_steps"] == step > late[0]
+
+
 def test_a_second_interrupt_ends_at_once(script):
     walk = script.env("Walk")
     kwargs = json.loads(walk["env_kwargs"]) | {"signal": "SIGINT", "after": 170, "times": 2}
