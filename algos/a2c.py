@@ -97,6 +97,9 @@ class Args:
 
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3),
+    "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3,
+                       normalize_advantage=True, normalize_obs=True, normalize_reward=True,
+                       eval_every=25_000),
     # as RL Baselines3 Zoo has it for Atari, also with RMSprop of eps inside the root
     "atari": dict(total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, optimizer="rmsprop",
                   learning_rate=7e-4, anneal_lr=False, value_coef=0.25, entropy_coef=0.01, shared_trunk=True,

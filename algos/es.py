@@ -90,8 +90,17 @@ class Args:
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
 
 
+# Own sweeps on one to three seeds; Swimmer after ARS (Mania et al. 2018): a linear policy, and few members.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, population=16, num_envs=16),
+    "Acrobot-v1": dict(total_timesteps=300_000, population=16, num_envs=16, normalize_obs=True,
+                       eval_every=25_000),
+    "Pendulum-v1": dict(total_timesteps=2_000_000, num_envs=64, sigma=0.3, learning_rate=0.2,
+                        hidden_sizes=(32,), normalize_obs=True, eval_every=100_000),
+    "InvertedPendulum-v5": dict(total_timesteps=300_000, population=16, num_envs=16, sigma=0.3,
+                                learning_rate=0.1, eval_every=25_000),
+    "Swimmer-v5": dict(total_timesteps=500_000, population=4, num_envs=4, sigma=0.05, learning_rate=0.05,
+                       weight_decay=0.0, hidden_sizes=(), normalize_obs=True, eval_every=50_000),
 }  # fmt: skip
 
 

@@ -500,9 +500,9 @@ def train(args: Args) -> np.ndarray:
             for rows in torch.randperm(batch_size, device=device).split(batch_size // minibatches):
                 minibatch = {name: column[rows] for name, column in batch.items()}
                 steps.append(update(minibatch))
-            change = measure(minibatch)
-            if args.target_kl is not None and change["policy/kl"] > args.target_kl:
+            if args.target_kl is not None and measure(minibatch)["policy/kl"] > args.target_kl:
                 break
+        change = measure(minibatch)
         if args.normalize_obs:  # only now, so that the ratio compares policies under the same normalizer
             agent.obs_norm.update(batch["obs"])
 

@@ -97,7 +97,7 @@ class Args:
 # normalizer are those of RL Baselines3 Zoo's trpo.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=100_000, num_envs=16, episodes_per_update=16, value_epochs=20),
+    "Acrobot-v1": dict(total_timesteps=100_000, episodes_per_update=4, value_epochs=20, normalize_obs=True),
     "Pendulum-v1": dict(total_timesteps=100_000, gamma=0.95, value_epochs=20),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, num_envs=1, episodes_per_update=2,
                                      value_epochs=20, normalize_obs=True),

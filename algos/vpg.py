@@ -93,7 +93,8 @@ class Args:
 # Own trials: CartPole-v1 with two seeds, Acrobot-v1 with one.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=8, learning_rate=3e-3),
-    "Acrobot-v1": dict(total_timesteps=200_000, num_envs=8, learning_rate=3e-3),
+    "Acrobot-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=4, learning_rate=3e-3,
+                       normalize_obs=True, eval_every=25_000),
 }  # fmt: skip
 
 

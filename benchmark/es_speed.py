@@ -132,6 +132,7 @@ def exchange_process(rank: int, size: int, port: int, count: int, columns: int, 
     place = dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, RANK=rank, WORLD_SIZE=size)
     os.environ.update({name: str(value) for name, value in place.items()})
     team = es.Team()
+    team.join()
     word, mine = torch.zeros(4, dtype=torch.float64), team.share(count, rank)
     rows = np.zeros((mine.stop - mine.start, columns))
 

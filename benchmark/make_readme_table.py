@@ -3,7 +3,9 @@
     python benchmark/make_readme_table.py            # after benchmark/run.py, speed.py or a change in algos/
     python benchmark/make_readme_table.py --check    # exit code 1 if README.md is out of date
 
-Name and paper come from the docstring of each script, results and speed from benchmark/results.
+What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
+<!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
+from benchmark/results.
 """
 
 import argparse
@@ -140,11 +142,16 @@ def main() -> int:
     parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the two markers")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
     args = parser.parse_args()
-    wanted = {args.readme: (START, END, f"{table(args.results)}\n\n{NOTE}")}
+    wanted = [(args.readme, START, END, f"{table(args.results)}\n\n{NOTE}")]
     for page in (ROOT / "docs").glob("*.md") if args.readme == ROOT / "README.md" else ():
-        if DOCS_START in page.read_text(encoding="utf-8"):
-            wanted[page] = DOCS_START, DOCS_END, results_table(page.stem, args.results)
-    for file, (mark, end_mark, content) in wanted.items():
+        text = page.read_text(encoding="utf-8")
+        if DOCS_START in text:
+            wanted.append((page, DOCS_START, DOCS_END, results_table(page.stem, args.results)))
+        for name in re.findall(r"<!-- output:(\w+):start -->", text):
+            output = (args.results / f"{name}.txt").read_text(encoding="utf-8").strip()
+            marks = (f"<!-- output:{name}:{place} -->" for place in ("start", "end"))
+            wanted.append((page, *marks, f"```text\n{output}\n```"))
+    for file, mark, end_mark, content in wanted:
         text = file.read_text(encoding="utf-8")
         before, start, rest = text.partition(mark)
         _, end, after = rest.partition(end_mark)

@@ -2,10 +2,12 @@
 
     python benchmark/q_table.py --run runs/FrozenLake-v1/q_learning/1-20270131-120000
     python benchmark/q_table.py --cliff docs/img/cliff.png
+    python benchmark/q_table.py --speed
 
 --run writes RUN/plots/values.png, the value max_a Q(s, a) of each state, and RUN/plots/policy.png, the action
 of that value. --cliff trains SARSA and Q-learning with epsilon 0.1, and draws the return of each episode
-while they learn; its numbers are in benchmark/results/cliff.csv.
+while they learn; its numbers are in benchmark/results/cliff.csv. --speed compares the steps per second of
+training on FrozenLake-v1 with those of its environments alone. Nothing else may run meanwhile.
 """
 
 import argparse
@@ -14,8 +16,10 @@ import csv
 import importlib.util
 import io
 import json
+import statistics
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -33,6 +37,13 @@ LARGEST_TEXT = 12  # with more columns a symbol in each cell cannot be read
 
 
 # ------------------------------------------------------------------------------------------ values and policy
+def load_q_learning():
+    spec = importlib.util.spec_from_file_location("q_learning", ROOT / "algos" / "q_learning.py")
+    sys.modules["q_learning"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def pictures_of(table: np.ndarray, env: gym.Env) -> dict[str, np.ndarray]:
     """Cuts numbers of the states, in the shape of the grid, into titled pictures (rows, columns)."""
     name, world = env.spec.id.partition("-")[0], env.unwrapped
@@ -120,9 +131,7 @@ def episode_returns(q_learning, rule: str, seed: int, episodes: int) -> list[flo
 
 
 def draw_cliff(out: Path, table: Path, seeds: int, episodes: int) -> None:
-    spec = importlib.util.spec_from_file_location("q_learning", ROOT / "algos" / "q_learning.py")
-    sys.modules["q_learning"] = q_learning = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(q_learning)
+    q_learning = load_q_learning()
     figure, (axes,) = make_panels(1, 6.0, 3.6)
     with table.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -145,6 +154,43 @@ def draw_cliff(out: Path, table: Path, seeds: int, episodes: int) -> None:
     print(out)
 
 
+def steps_per_second(q_learning, num_envs: int, steps: int) -> tuple[float, float]:
+    """Of training on FrozenLake-v1, logging included, and of the same environments with random actions."""
+    flags = (
+        f"--env-id FrozenLake-v1 --num-envs {num_envs} --total-timesteps {steps} --log-every {steps // 10}"
+    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        words = [*flags.split(), "--eval-every", "0", "--checkpoint-every", "0", "--run-dir", f"{folder}/run"]
+        args = q_learning.parse_args([*words, "--eval-episodes", "1"])
+        q_learning.train(args)
+        with Path(folder, "run/progress.csv").open(newline="") as file:
+            rows = list(csv.DictReader(file))[1:-1]  # the first starts up, the last evaluates
+    seconds = float(rows[-1]["wall_time"]) - float(rows[0]["wall_time"])
+    training = (int(rows[-1]["step"]) - int(rows[0]["step"])) / seconds
+    envs, _, _ = q_learning.start_segment(args, 0)
+    actions = np.random.randint(envs.single_action_space.n, size=(steps // num_envs // 2, num_envs))
+    start = time.perf_counter()
+    for action in actions:
+        obs, _, terminated, truncated, info = envs.step(action)
+        q_learning.reset_done(envs, obs, info, terminated | truncated)
+    alone = actions.size / (time.perf_counter() - start)
+    envs.close()
+    return training, alone
+
+
+def print_speed(pairs: int = 5, steps: int = 200_000) -> None:
+    q_learning = load_q_learning()
+    for num_envs in (1, 16, 64, 256):
+        measured = [steps_per_second(q_learning, num_envs, steps) for _ in range(pairs)]
+        training, alone = (statistics.median(side) for side in zip(*measured, strict=True))
+        share = statistics.median(a / b for a, b in measured)
+        print(
+            f"FrozenLake-v1, {num_envs} environments: training {training:,.0f} steps/s, the environments "
+            f"alone {alone:,.0f}, training reaches {share:.0%} of it (medians of {pairs} pairs)",
+            flush=True,
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -154,9 +200,13 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50, help="trainings of each rule; goes with --cliff")
     parser.add_argument("--episodes", type=int, default=500, help="episodes of each; goes with --cliff")
     parser.add_argument("--table", type=Path, default=ROOT / "benchmark" / "results" / "cliff.csv")
+    parser.add_argument("--speed", action="store_true", help="measure and print steps per second")
     args = parser.parse_args()
-    if bool(args.run) == bool(args.cliff):
-        parser.error("give either --run FOLDER or --cliff PICTURE")
+    if bool(args.run) + bool(args.cliff) + args.speed != 1:
+        parser.error("give one of --run FOLDER, --cliff PICTURE and --speed")
+    if args.speed:
+        print_speed()
+        return
     plt.rcParams.update(STYLE)
     if args.cliff:
         draw_cliff(args.cliff, args.table, args.seeds, args.episodes)

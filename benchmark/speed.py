@@ -1,4 +1,5 @@
-"""Compares the speed of ppo.py and a2c.py with Stable-Baselines3 (an optional package) at equal settings.
+"""Compares the speed of ppo.py, a2c.py, trpo.py, sac.py and ddpg_td3.py with Stable-Baselines3 (an optional
+package; TRPO is in sb3-contrib) at equal settings.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --solve --pairs 5
@@ -47,12 +48,15 @@ class Task(NamedTuple):
 # advantages is normalized. HalfCheetah has the defaults of Stable-Baselines3: 10 epochs, minibatches of 64.
 # Pong: our environments are ale-py's, theirs make_atari_env with VecFrameStack; both have sticky actions.
 # A2C: RMSprop, the default of Stable-Baselines3, and its number of steps.
+# TRPO: rollouts of two episodes of 200 steps from each environment, 15 iterations of the conjugate gradient,
+# and for the critic 10 passes of 16 minibatches.
 # SAC and TD3: two hidden layers of 256, relu, batches of 256, one update for each step from step 1,000 on.
 TASKS = {
     "CartPole-v1": Task("ppo", "CartPole-v1", 4, 128, 4, 4, window=120, warmup=10, threads=1),
     "HalfCheetah-v5": Task("ppo", "HalfCheetah-v5", 1, 2048, 10, 32, window=6, warmup=2, threads=1),
     "ALE/Pong-v5": Task("ppo", "ALE/Pong-v5", 8, 128, 4, 4, window=6, warmup=2, threads=0),
     "a2c CartPole-v1": Task("a2c", "CartPole-v1", 4, 5, 1, 1, window=5000, warmup=250, threads=1),
+    "trpo Pendulum-v1": Task("trpo", "Pendulum-v1", 4, 400, 10, 16, window=25, warmup=3, threads=1),
     "sac HalfCheetah-v5": Task("sac", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
     "sac Pendulum-v1": Task("sac", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
     "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
@@ -99,16 +103,21 @@ def speed_of_ours(task: Task) -> dict:
     if task.algo in OFF_POLICY:
         words += ["--batch-size", "256", "--learning-starts", "1000", "--updates-per-step", "1"]
         words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "0"]
-    else:
+    elif task.algo != "trpo":
         words += ["--num-steps", str(task.num_steps), "--no-normalize-reward"]
-    if task.algo == "ppo":
+    if task.algo == "trpo":
+        words += ["--episodes-per-update", str(batch // 200), "--cg-iterations", "15"]
+        words += ["--value-epochs", str(task.update_epochs)]
+        words += ["--value-minibatches", str(task.num_minibatches)]
+    elif task.algo == "ppo":
         words += ["--update-epochs", str(task.update_epochs), "--num-minibatches", str(task.num_minibatches)]
         words += ["--no-clip-value"]
     elif task.algo == "a2c":
         words += ["--optimizer", "rmsprop", "--critic-lr", "None", "--entropy-coef", "0", "--gae-lambda", "1"]
         words += ["--no-normalize-advantage"]
     if not task.env_id.startswith("ALE/") and task.algo not in OFF_POLICY:
-        words += ["--hidden-sizes", "64", "64", "--activation", "tanh", "--no-shared-trunk"]
+        words += ["--hidden-sizes", "64", "64", "--activation", "tanh"]
+        words += [] if task.algo == "trpo" else ["--no-shared-trunk"]
     words += ["--eval-every", "0", "--eval-episodes", "1", "--checkpoint-every", "0"]
     rows, versions, _ = run_ours(task.algo, words, task.threads)
     # A row per rollout, or per 1,000 steps for a2c, sac and td3. The last row has the final evaluation in its
@@ -206,6 +215,13 @@ def peer(request: dict) -> dict:
         model = PPO(
             n_steps=task.num_steps,
             n_epochs=task.update_epochs,
+            batch_size=batch // task.num_minibatches,
+            **same,
+        )
+    elif task.algo == "trpo":
+        model = importlib.import_module("sb3_contrib").TRPO(
+            n_steps=task.num_steps,
+            n_critic_updates=task.update_epochs,
             batch_size=batch // task.num_minibatches,
             **same,
         )

@@ -97,6 +97,17 @@ SUITES = {
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
     ],
+    "a2c": [
+        Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
+        Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
+    ],
+    "es": [
+        Cell("es", "CartPole-v1", 100_000, seeds=5, bar=475),
+        Cell("es", "Acrobot-v1", 300_000, seeds=5),
+        Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
+        Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
+        Cell("es", "Swimmer-v5", 500_000, seeds=5),
+    ],
     # A GPU and hours. First wins by 250k agent steps and 20 by 450k; with 4 steps by 150k and 170k.
     "dqn_pong": [
         Cell("dqn", "ALE/Pong-v5", 450_000, seeds=3, bar=20, args=PONG),
@@ -120,6 +131,15 @@ PUBLISHED = {
     ("trpo", "Acrobot-v1"): "-83.1 at 100k (RL Baselines3 Zoo, one run)",
     ("trpo", "Pendulum-v1"): "-174.6 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
     ("trpo", "MountainCarContinuous-v0"): "92.5 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("a2c", "CartPole-v1"): "496.7 at 200k (SLM-Lab, training return)",
+    ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
+    ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
+    ("a2c", "MountainCarContinuous-v0"): "91.2 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("a2c", "LunarLander-v3"): "27.4 at 300k (SLM-Lab, training return); 155.8 at 200k (Zoo, one run)",
+    ("es", "CartPole-v1"): "500 at 50k (ARS, a cousin; RL Baselines3 Zoo, one run)",
+    ("es", "Acrobot-v1"): "-82.9 at 500k (ARS; RL Baselines3 Zoo, one run)",
+    ("es", "Pendulum-v1"): "-212.5 at 2M (ARS; RL Baselines3 Zoo, one run)",
+    ("es", "Swimmer-v5"): "355.3 at 2M on -v3 (ARS; RL Baselines3 Zoo, one run)",
     ("q_learning", "Taxi-v4"): "7.56 on -v3 (Hugging Face, a tabular one, one run)",
     ("dqn", "CartPole-v1"): "500 at 50k (RL Baselines3 Zoo, one run)",
     ("dqn", "Acrobot-v1"): "-76.6 at 100k (RL Baselines3 Zoo, one run)",
