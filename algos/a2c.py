@@ -100,6 +100,10 @@ TUNED = {
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3,
                        normalize_advantage=True, normalize_obs=True, normalize_reward=True,
                        eval_every=25_000),
+    "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=100, gamma=0.9999, gae_lambda=0.9,
+                                     normalize_obs=True, normalize_reward=True),
+    "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, normalize_advantage=True,
+                   normalize_obs=True, normalize_reward=True, eval_every=50_000),
     # as RL Baselines3 Zoo has it for Atari, also with RMSprop of eps inside the root
     "atari": dict(total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, optimizer="rmsprop",
                   learning_rate=7e-4, anneal_lr=False, value_coef=0.25, entropy_coef=0.01, shared_trunk=True,

@@ -97,6 +97,8 @@ TUNED = {
                        eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=2_000_000, num_envs=64, sigma=0.3, learning_rate=0.2,
                         hidden_sizes=(32,), normalize_obs=True, eval_every=100_000),
+    "LunarLander-v3": dict(total_timesteps=3_000_000, num_envs=64, episodes_per_member=3, sigma=0.05,
+                           learning_rate=0.02, weight_decay=0.0, eval_every=200_000),
     "InvertedPendulum-v5": dict(total_timesteps=300_000, population=16, num_envs=16, sigma=0.3,
                                 learning_rate=0.1, eval_every=25_000),
     "Swimmer-v5": dict(total_timesteps=500_000, population=4, num_envs=4, sigma=0.05, learning_rate=0.05,

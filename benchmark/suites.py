@@ -29,6 +29,8 @@ PONG = (
     "--no-anneal-lr", "--eval-every", "25000", "--checkpoint-every", "150000",
 )  # fmt: skip
 
+DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics",), ("--policy-delay", "2")
+
 SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
     "smoke": [
@@ -70,6 +72,21 @@ SUITES = {
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=3),
         Cell("sac", "HalfCheetah-v5", 100_000, seeds=3),
     ],
+    # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
+    "caps": [
+        Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
+        Cell(
+            "sac", "Pendulum-v1", 20_000, 5, -190,
+            ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.2"), "caps",
+        ),
+    ],
+    # From DDPG to TD3, one ingredient after the other.
+    "td3_ablation": [
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, DDPG, "ddpg"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN), "ddpg_twin"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN, *DELAY), "ddpg_twin_delay"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),  # and target noise
+    ],
     "q_learning": [
         Cell(
             "q_learning", "FrozenLake-v1", 50_000, 5, 1.0, ("--env-kwargs", '{"is_slippery": false}'),
@@ -100,11 +117,13 @@ SUITES = {
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
+        Cell("a2c", "MountainCarContinuous-v0", 100_000, seeds=5),
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=5, bar=475),
         Cell("es", "Acrobot-v1", 300_000, seeds=5),
         Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
+        Cell("es", "LunarLander-v3", 3_000_000, seeds=5, bar=200),
         Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
         Cell("es", "Swimmer-v5", 500_000, seeds=5),
     ],

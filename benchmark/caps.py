@@ -1,0 +1,100 @@
+"""Measures how smooth the actions of trained policies of algos/sac.py are, and draws them.
+
+    python benchmark/run.py --suite caps --jobs 2
+    python benchmark/caps.py --out docs/img/caps.png
+
+The measure is Sm of Mysore et al. 2021 (arXiv 2012.06644): twice the mean over the frequencies, up to half of
+the sampling frequency f_s, of amplitude times frequency over f_s, of the deterministic policy's actions in an
+episode, here in the units of the environment. Smaller is smoother. Policies with CAPS and without play the
+same 20 episodes. Rows, one a seed, go to benchmark/results/caps.csv.
+"""
+
+import argparse
+import csv
+import importlib.util
+import statistics
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+
+ROOT = Path(__file__).resolve().parents[1]
+SIDES = {"sac": "sac__Pendulum-v1__20000", "sac-caps": "sac-caps__Pendulum-v1__20000"}
+FIRST_SEED, EPISODES = 20_000_000, 20  # of the episodes; no training has seen these starts
+
+
+def smoothness(actions: np.ndarray) -> float:
+    """Sm of actions (T, A) without their constant part: 2/n sum_i M_i f_i / f_s, mean over the dimensions."""
+    amplitude = 2 / len(actions) * np.abs(np.fft.rfft(actions, axis=0))[1:]
+    frequency = np.fft.rfftfreq(len(actions))[1:, None]  # over f_s
+    return float((2 * (amplitude * frequency).mean(axis=0)).mean())
+
+
+def load_sac():
+    spec = importlib.util.spec_from_file_location("sac", ROOT / "algos" / "sac.py")
+    sys.modules["sac"] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def play(sac, run: Path) -> tuple[list[np.ndarray], list[float]]:
+    """Actions (T, A) and returns of the episodes that the last policy of a run plays without noise."""
+    args = sac.parse_args(["--evaluate", str(run)])
+    env = sac.make_envs(args, 1)
+    actor = sac.Actor(env.single_observation_space, env.single_action_space, args)
+    actor.load_state_dict(torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)["agent"])
+    space = sac.gym.make(args.env_id).action_space
+    episodes, returns = [], []
+    for episode in range(EPISODES):
+        (obs, _), done, actions, total = env.reset(seed=FIRST_SEED + episode), False, [], 0.0
+        while not done:
+            with torch.inference_mode():
+                action = actor.mean(actor.normalize(sac.to_tensor(obs, torch.device("cpu")))).numpy()
+            obs, reward, terminated, truncated, _ = env.step(action)
+            actions.append(space.low + (action[0] + 1) / 2 * (space.high - space.low))
+            done, total = bool(terminated[0] or truncated[0]), total + float(reward[0])
+        episodes.append(np.stack(actions))
+        returns.append(total)
+    env.close()
+    return episodes, returns
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where run.py trained")
+    parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
+    parser.add_argument("--table", type=Path, default=ROOT / "benchmark/results/caps.csv", help="the CSV")
+    args = parser.parse_args()
+    sac, rows, traces = load_sac(), [], {}
+    for name, folder in SIDES.items():
+        runs = sorted(path.parent for path in (args.runs / folder).glob("*/checkpoint.pt"))
+        if not runs:
+            sys.exit(f"caps.py: {args.runs / folder} has no runs: python benchmark/run.py --suite caps")
+        for run in runs:
+            episodes, returns = play(sac, run)
+            traces.setdefault(name, episodes[0][:, 0])
+            smooth = statistics.mean(map(smoothness, episodes))
+            rows.append([name, run.name, EPISODES, round(smooth, 5), round(statistics.mean(returns), 2)])
+    with args.table.open("w", newline="") as file:
+        table = csv.writer(file, lineterminator="\n")
+        table.writerow(["algo", "seed", "episodes", "smoothness", "return_mean"])
+        table.writerows(rows)
+    mean = lambda name, i: statistics.mean(row[i] for row in rows if row[0] == name)
+    (plain, caps), (return_plain, return_caps) = ([mean(name, i) for name in SIDES] for i in (3, 4))
+    print(f"smoothness measure {plain:.4f} without CAPS, {caps:.4f} with it: {1 - caps / plain:.0%} less")
+    print(f"return {return_plain:.1f} without CAPS, {return_caps:.1f} with it ({EPISODES} episodes a seed)")
+    plt.rcParams.update(STYLE)
+    figure, panel = make_panels(2, 5.0, 3.0)
+    for axes, (name, actions), colour in zip(panel, traces.items(), COLOURS, strict=False):
+        axes.plot(actions, color=colour, linewidth=1.2)
+        axes.set(title=f"{name}, seed 1, one episode", xlabel="step", ylabel="action (torque)")
+        axes.set_ylim(-2.1, 2.1)
+    figure.savefig(args.out)
+
+
+if __name__ == "__main__":
+    main()
