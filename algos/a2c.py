@@ -100,6 +100,8 @@ TUNED = {
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3,
                        normalize_advantage=True, normalize_obs=True, normalize_reward=True,
                        eval_every=25_000),
+    "Pendulum-v1": dict(num_envs=8, num_steps=8, critic_lr=3e-3, gamma=0.9, gae_lambda=0.9,
+                        normalize_reward=True, eval_every=100_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=100, gamma=0.9999, gae_lambda=0.9,
                                      normalize_obs=True, normalize_reward=True),
     "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, normalize_advantage=True,

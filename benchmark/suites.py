@@ -106,7 +106,7 @@ SUITES = {
     ],
     "policy_gradient": [
         Cell("reinforce", "CartPole-v1", 200_000, seeds=5, bar=475),
-        Cell("reinforce", "Acrobot-v1", 300_000, seeds=5),
+        Cell("reinforce", "Acrobot-v1", 500_000, seeds=5),
         Cell("vpg", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("vpg", "Acrobot-v1", 200_000, seeds=5),
         Cell("trpo", "CartPole-v1", 100_000, seeds=5, bar=475),
@@ -117,6 +117,7 @@ SUITES = {
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
+        Cell("a2c", "Pendulum-v1", 1_000_000, seeds=5),
         Cell("a2c", "MountainCarContinuous-v0", 100_000, seeds=5),
     ],
     "es": [
