@@ -95,6 +95,7 @@ class Args:
     clip_reward: bool = False  # rewards to their sign, for learning only
 
 
+# Own trials, results in benchmark/results; LunarLander and MuJoCo (HalfCheetah, 300k steps): one seed.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3),
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3,
@@ -104,6 +105,8 @@ TUNED = {
                         normalize_reward=True, eval_every=100_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=100, gamma=0.9999, gae_lambda=0.9,
                                      normalize_obs=True, normalize_reward=True),
+    "LunarLander-v3": dict(num_envs=16, num_steps=16, critic_lr=3e-3, gamma=0.995, entropy_coef=0.01,
+                           normalize_reward=True, eval_every=100_000),
     "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, normalize_advantage=True,
                    normalize_obs=True, normalize_reward=True, eval_every=50_000),
     # as RL Baselines3 Zoo has it for Atari, also with RMSprop of eps inside the root
