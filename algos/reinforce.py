@@ -79,7 +79,7 @@ class Args:
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
 
 
-# Own trials, results in benchmark/results; Pendulum, MountainCarContinuous and LunarLander: one seed, and none
+# Own trials, results in benchmark/results; Pendulum, MountainCarContinuous and LunarLander: one seed, none
 # of the three is solved.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=8, learning_rate=3e-3),
