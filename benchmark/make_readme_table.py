@@ -148,7 +148,11 @@ def main() -> int:
         if DOCS_START in text:
             wanted.append((page, DOCS_START, DOCS_END, results_table(page.stem, args.results)))
         for name in re.findall(r"<!-- output:(\w+):start -->", text):
-            output = (args.results / f"{name}.txt").read_text(encoding="utf-8").strip()
+            printed = args.results / f"{name}.txt"
+            if not printed.exists():
+                print(f"{page} shows {printed}, which is missing: measure it first", file=sys.stderr)
+                return 2
+            output = printed.read_text(encoding="utf-8").strip()
             marks = (f"<!-- output:{name}:{place} -->" for place in ("start", "end"))
             wanted.append((page, *marks, f"```text\n{output}\n```"))
     for file, mark, end_mark, content in wanted:

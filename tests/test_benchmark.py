@@ -314,3 +314,31 @@ def test_speed_takes_turns_and_takes_the_median_of_the_ratios(capsys):
     rows = speed.compare("speed", "CartPole-v1", sides, {"threads": 1}, pairs=3)
     assert order == list("ABABAB") and len(rows) == 6
     assert "3.00 times as fast (1.00 to 4.00)" in capsys.readouterr().out
+
+
+@needs_matplotlib
+def test_smoothness_is_amplitude_times_frequency():
+    from caps import smoothness
+
+    time_ = np.arange(100)[:, None]
+    wave = lambda amplitude, periods: amplitude * np.sin(2 * np.pi * periods * time_ / 100) + 0.7
+    assert smoothness(np.full((100, 1), 0.7)) == pytest.approx(0, abs=1e-12)
+    # the one frequency, 10/100 of the sampling frequency, among 50
+    assert smoothness(wave(0.5, 10)) == pytest.approx(2 * 0.5 * 0.1 / 50)
+    assert smoothness(wave(0.5, 40)) == pytest.approx(4 * smoothness(wave(0.5, 10)))
+    both = np.concatenate([wave(0.5, 10), wave(1.5, 10)], axis=1)
+    assert smoothness(both) == pytest.approx(2 * 1.0 * 0.1 / 50)
+
+
+def test_processes_of_the_es_benchmark_exchange_a_table():
+    code = "import es_speed as e; seconds, cpu = e.exchange(2, 64, 10); assert 0 < seconds < 10 and cpu > 0"
+    done = subprocess.run([sys.executable, "-c", code], cwd=BENCHMARK, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr.decode()
+
+
+@needs_matplotlib
+def test_speed_of_q_learning_is_compared_with_its_environments():
+    from q_table import load_q_learning, steps_per_second
+
+    training, alone = steps_per_second(load_q_learning(), 16, 20_000)
+    assert 0 < training < alone
