@@ -95,7 +95,7 @@ class Args:
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=8, learning_rate=3e-3),
     "Acrobot-v1": dict(total_timesteps=200_000, num_envs=4, episodes_per_update=4, learning_rate=3e-3,
-                       normalize_obs=True, eval_every=25_000),
+                       entropy_coef=0.02, normalize_obs=True, eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=1_000_000, num_envs=4, episodes_per_update=4, learning_rate=3e-3,
                         gamma=0.9, gae_lambda=0.9, eval_every=50_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_envs=1, episodes_per_update=1,
