@@ -1044,7 +1044,7 @@ class Run:
                 print(f"episode {episode} return {return_:.1f}")
             mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
             over = f"over {len(self.returns)} episodes"
-            print(f"return mean {mean:.1f} std {std:.1f} min {low:.1f} max {high:.1f} {over}")
+            print(f"return mean {mean:.5g} std {std:.5g} min {low:.5g} max {high:.5g} {over}")
             return False
         if self.started and not self.signal and self.env_steps < self.next_stop:
             self.new_segment = False

@@ -61,7 +61,8 @@ def title(cell) -> str:
 def finals(algo: str, folder: Path) -> list[tuple]:
     """(cell, final means of its seeds) of every cell that was measured, in the order of the suites."""
     measured = []
-    for cell in (cell for name, suite in SUITES.items() for cell in suite if name != "smoke"):
+    cells = dict.fromkeys(cell for name, suite in SUITES.items() for cell in suite if name != "smoke")
+    for cell in cells:  # some are in two suites
         scores = [
             float(row["eval_return_mean"])
             for row in rows_of(folder / f"{cell.name}__{slug(cell.env_id)}.csv")
@@ -72,6 +73,10 @@ def finals(algo: str, folder: Path) -> list[tuple]:
     return measured
 
 
+def number(mean: float) -> str:
+    return f"{mean:.1f}" if abs(mean) >= 5 else f"{mean:.3f}"  # a return of FrozenLake is at most 1
+
+
 def results(algo: str, folder: Path) -> str:
     """One line a cell, for the README."""
     lines = []
@@ -79,7 +84,7 @@ def results(algo: str, folder: Path) -> str:
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
-        lines.append(f"{title(cell)} {mean:.1f}{mark} ({steps(cell.steps)}, {seeds})")
+        lines.append(f"{title(cell)} {number(mean)}{mark} ({steps(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
 
 
@@ -90,7 +95,7 @@ def results_table(algo: str, folder: Path) -> str:
         "|---|" + "---|" * 5,
     ]
     for cell, scores in finals(algo, folder):
-        ours = f"{statistics.mean(scores):.1f} ± {statistics.pstdev(scores):.1f}"
+        ours = f"{number(statistics.mean(scores))} ± {number(statistics.pstdev(scores))}"
         bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
         lines.append(
             f"| {title(cell)} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"

@@ -153,7 +153,7 @@ def test_evaluate_repeats_the_last_evaluation(script, plain, capsys, what):
     assert script.main("--evaluate", f"{folder}{what}") == 0
     episodes = [f"episode {i} return {r:.1f}" for i, r in enumerate(returns, start=1)]
     m, s, low, high = returns.mean(), returns.std(), returns.min(), returns.max()
-    line = f"return mean {m:.1f} std {s:.1f} min {low:.1f} max {high:.1f} over 2 episodes"
+    line = f"return mean {m:.5g} std {s:.5g} min {low:.5g} max {high:.5g} over 2 episodes"
     assert [said for said in capsys.readouterr().out.splitlines() if "return" in said] == [*episodes, line]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
     args = script.module.parse_args(["--evaluate", f"{folder}{what}"])
