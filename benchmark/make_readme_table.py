@@ -73,8 +73,8 @@ def finals(algo: str, folder: Path) -> list[tuple]:
     return measured
 
 
-def number(mean: float) -> str:
-    return f"{mean:.1f}" if abs(mean) >= 5 else f"{mean:.3f}"  # a return of FrozenLake is at most 1
+def number(score: float, mean: float) -> str:
+    return f"{score:.1f}" if abs(mean) >= 5 else f"{score:.3f}"  # a return of FrozenLake is at most 1
 
 
 def results(algo: str, folder: Path) -> str:
@@ -84,7 +84,7 @@ def results(algo: str, folder: Path) -> str:
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
-        lines.append(f"{title(cell)} {number(mean)}{mark} ({steps(cell.steps)}, {seeds})")
+        lines.append(f"{title(cell)} {number(mean, mean)}{mark} ({steps(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
 
 
@@ -95,7 +95,8 @@ def results_table(algo: str, folder: Path) -> str:
         "|---|" + "---|" * 5,
     ]
     for cell, scores in finals(algo, folder):
-        ours = f"{number(statistics.mean(scores))} ± {number(statistics.pstdev(scores))}"
+        mean = statistics.mean(scores)
+        ours = f"{number(mean, mean)} ± {number(statistics.pstdev(scores), mean)}"
         bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
         lines.append(
             f"| {title(cell)} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"
