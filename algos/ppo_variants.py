@@ -81,7 +81,7 @@ class Args:
     gamma: float = 0.99  # discount
     gae_lambda: float = 0.95  # lambda of the advantage; 1: returns to the end of the rollout, then V
     advantage: Literal["gae", "n_step"] = "gae"  # estimator of the advantage
-    n_step: int = 5  # rewards before the value takes over, with advantage n_step
+    n_step: int = 5  # rewards before the value takes over
     normalize_advantage: bool = True  # to mean 0 and standard deviation 1 in each minibatch
     clip_coef: float = 0.2  # eps of eq. 7
     clip_value: bool = False  # also keep the value within clip_coef of the old one
