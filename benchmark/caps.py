@@ -11,7 +11,6 @@ same 20 episodes. Rows, one a seed, go to benchmark/results/caps.csv.
 
 import argparse
 import csv
-import importlib.util
 import statistics
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+from run import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[1]
 SIDES = {"sac": "sac__Pendulum-v1__20000", "sac-caps": "sac-caps__Pendulum-v1__20000"}
 FIRST_SEED, EPISODES = 20_000_000, 20  # of the episodes; no training has seen these starts
 
@@ -30,13 +29,6 @@ def smoothness(actions: np.ndarray) -> float:
     amplitude = 2 / len(actions) * np.abs(np.fft.rfft(actions, axis=0))[1:]
     frequency = np.fft.rfftfreq(len(actions))[1:, None]  # over f_s
     return float((2 * (amplitude * frequency).mean(axis=0)).mean())
-
-
-def load_sac():
-    spec = importlib.util.spec_from_file_location("sac", ROOT / "algos" / "sac.py")
-    sys.modules["sac"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def play(sac, run: Path) -> tuple[list[np.ndarray], list[float]]:
@@ -69,7 +61,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--table", type=Path, default=ROOT / "benchmark/results/caps.csv", help="the CSV")
     args = parser.parse_args()
-    sac, rows, traces = load_sac(), [], {}
+    sac, rows, traces = load_script("sac"), [], {}
     for name, folder in SIDES.items():
         runs = sorted(path.parent for path in (args.runs / folder).glob("*/checkpoint.pt"))
         if not runs:

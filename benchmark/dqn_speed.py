@@ -11,7 +11,6 @@ learning starts are timed. Memory is the peak of the process: with --tasks ALE/P
 import argparse
 import csv
 import importlib
-import importlib.util
 import json
 import resource
 import statistics
@@ -21,7 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from run import ROOT
+from run import ROOT, load_script
 
 # The update: batch, environment steps between updates and between target updates, hidden layers, threads.
 TASKS = {
@@ -104,10 +103,7 @@ def replay_cost(batch_size: int = 32, entries: int = 1_000_000, repeats: int = 2
     import torch
     from gymnasium.spaces import Box, Discrete
 
-    spec = importlib.util.spec_from_file_location("dqn", ROOT / "algos/dqn.py")
-    dqn = importlib.util.module_from_spec(spec)
-    sys.modules["dqn"] = dqn
-    spec.loader.exec_module(dqn)
+    dqn = load_script("dqn")
     for name, space, stack in (
         ("vectors of 17", Box(-1, 1, (17,), np.float32), 1),
         ("stacks 4x84x84", Box(0, 255, (4, 84, 84), np.uint8), 4),

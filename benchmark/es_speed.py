@@ -12,31 +12,19 @@ processes of this machine. Time on a network between machines is not measured.
 """
 
 import argparse
-import importlib.util
 import multiprocessing
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
-from pathlib import Path
 
 import numpy as np
 import torch
-
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def load_es():
-    spec = importlib.util.spec_from_file_location("es", ROOT / "algos" / "es.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["es"] = module
-    spec.loader.exec_module(module)
-    return module
+from run import load_script
 
 
-es = load_es()
+es = load_script("es")
 
 
 # ------------------------------------------------------------------------------------------- the three ways

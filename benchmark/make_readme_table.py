@@ -121,7 +121,7 @@ def speeds(algo: str, folder: Path) -> str:
         )
         torch_threads = "" if threads == "0" else f", {threads} thread{'s' if threads != '1' else ''}"
         if kind == "speed":
-            lines.append(f"{TASKS[task].env_id} {middle:.1f}×{torch_threads}")
+            lines.append(f"{TASKS[task].env_id} {middle:.2f}×{torch_threads}")
         else:
             seconds = statistics.median(pair[OURS] for pair in measured.values())
             lines.append(f"{task} solved {seconds:.0f} s after the command")

@@ -13,7 +13,6 @@ training on FrozenLake-v1 with those of its environments alone. Nothing else may
 import argparse
 import contextlib
 import csv
-import importlib.util
 import io
 import json
 import statistics
@@ -26,8 +25,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from plot import COLOURS, STYLE, make_panels, matplotlib, plt  # says so if matplotlib is missing
+from run import ROOT, load_script
 
-ROOT = Path(__file__).resolve().parents[1]
 SYMBOLS = {
     "FrozenLake": "←↓→↑", "CliffWalking": "↑→↓←", "Taxi": "↓↑→←PD", "MountainCar": "←·→", "CartPole": "←→",
     "Blackjack": "SH",
@@ -37,13 +36,6 @@ LARGEST_TEXT = 12  # with more columns a symbol in each cell cannot be read
 
 
 # ------------------------------------------------------------------------------------------ values and policy
-def load_q_learning():
-    spec = importlib.util.spec_from_file_location("q_learning", ROOT / "algos" / "q_learning.py")
-    sys.modules["q_learning"] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def pictures_of(table: np.ndarray, env: gym.Env) -> dict[str, np.ndarray]:
     """Cuts numbers of the states, in the shape of the grid, into titled pictures (rows, columns)."""
     name, world = env.spec.id.partition("-")[0], env.unwrapped
@@ -131,7 +123,7 @@ def episode_returns(q_learning, rule: str, seed: int, episodes: int) -> list[flo
 
 
 def draw_cliff(out: Path, table: Path, seeds: int, episodes: int) -> None:
-    q_learning = load_q_learning()
+    q_learning = load_script("q_learning")
     figure, (axes,) = make_panels(1, 6.0, 3.6)
     with table.open("w", newline="") as file:
         rows = csv.writer(file)
@@ -179,7 +171,7 @@ def steps_per_second(q_learning, num_envs: int, steps: int) -> tuple[float, floa
 
 
 def print_speed(pairs: int = 3, steps: int = 200_000) -> None:
-    q_learning = load_q_learning()
+    q_learning = load_script("q_learning")
     for num_envs in (16, 64, 256):
         measured = [steps_per_second(q_learning, num_envs, steps) for _ in range(pairs)]
         training, alone = (statistics.median(side) for side in zip(*measured, strict=True))

@@ -9,7 +9,7 @@ time. Columns, files and traps: benchmark/README.md.
 import argparse
 import contextlib
 import csv
-import importlib
+import importlib.util
 import json
 import os
 import platform
@@ -43,6 +43,14 @@ STOP, CHILDREN = threading.Event(), set()
 
 class Failed(Exception):
     """One seed could not be trained or evaluated; the others go on."""
+
+
+def load_script(name: str):
+    """algos/{name}.py as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def slug(env_id: str) -> str:

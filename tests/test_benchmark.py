@@ -273,6 +273,11 @@ def test_table_of_the_readme_is_checked_and_written(folders, tmp_path):
     assert check().returncode == 2
 
 
+def test_readme_and_docs_show_what_was_measured():
+    done = subprocess.run(command("make_readme_table.py", "--check"), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_speed_says_which_package_is_missing(tmp_path):
     empty = tmp_path / "python"  # an interpreter that sees only the standard library
     empty.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
@@ -338,7 +343,8 @@ def test_processes_of_the_es_benchmark_exchange_a_table():
 
 @needs_matplotlib
 def test_speed_of_q_learning_is_compared_with_its_environments():
-    from q_table import load_q_learning, steps_per_second
+    from q_table import steps_per_second
+    from run import load_script
 
-    training, alone = steps_per_second(load_q_learning(), 16, 20_000)
+    training, alone = steps_per_second(load_script("q_learning"), 16, 20_000)
     assert 0 < training < alone

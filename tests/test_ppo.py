@@ -207,6 +207,12 @@ def test_logged_returns_and_lengths_are_true_also_across_a_checkpoint():
             assert float(row[name]) == pytest.approx(np.mean(values))
 
 
+def test_a_rollout_of_one_step_gives_no_nan():
+    """The variance of one number is 0, not undefined."""
+    quick("Boundary", num_envs=1, num_steps=1, num_minibatches=1, total_timesteps=3)
+    assert [row["value/explained_variance"] for row in progress()[1:]] and progress()[-1]["step"] == "3"
+
+
 def test_truncation_bootstraps_from_the_final_observation_and_termination_does_not(runs, record, monkeypatch):
     rollouts, seen, compute_gae = record(ppo.Storage, "to_device"), [], ppo.compute_gae
 
