@@ -90,7 +90,7 @@ SUITES = {
         Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
         Cell(
             "sac", "Pendulum-v1", 20_000, 5, -190,
-            ("--caps-temporal", "15", "--caps-spatial", "1", "--caps-epsilon", "0.2"), "caps",
+            ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1"), "caps",
         ),
     ],
     # From DDPG to TD3, one ingredient after the other.
