@@ -29,7 +29,7 @@ PONG = (
     "--no-anneal-lr", "--eval-every", "25000", "--checkpoint-every", "150000",
 )  # fmt: skip
 
-DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics",), ("--policy-delay", "2")
+DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
 
 SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
@@ -137,7 +137,7 @@ SUITES = {
         Cell("es", "CartPole-v1", 100_000, seeds=5, bar=475),
         Cell("es", "Acrobot-v1", 300_000, seeds=5),
         Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
-        Cell("es", "LunarLander-v3", 3_000_000, seeds=5, bar=200),
+        Cell("es", "LunarLander-v3", 4_000_000, seeds=5, bar=200),
         Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
         Cell("es", "Swimmer-v5", 500_000, seeds=5),
     ],
