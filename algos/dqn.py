@@ -34,6 +34,7 @@ Differences from the papers:
 import contextlib, copy, csv, importlib.util, io, json, math, multiprocessing, os, platform, random, re
 import shutil, signal, subprocess, sys, threading, time, zipfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -360,21 +361,20 @@ def train(args: Args) -> np.ndarray:
     parameters, max_norm = list(agent.parameters()), args.max_grad_norm or math.inf
     optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
 
-    @torch.inference_mode()
+    # The best action has the largest advantage; the value of the state, if there is one, is the same for all.
+    host_advantage = on_host(agent.obs_norm, agent.trunk, agent.advantage)
+
     def greedy(obs, info):
         agent.eval()  # no noise
-        action = agent(to_tensor(obs, device)).argmax(dim=1).cpu().numpy()
+        action = host_advantage(obs).argmax(axis=1)
         agent.train()
         return action
 
-    @torch.inference_mode()
     def act(obs, epsilon):
         """Epsilon-greedy actions (num_envs,); the network rests where all of them are random."""
         explore = np.random.random(args.num_envs) < epsilon
         action = np.random.randint(actions.n, size=args.num_envs)
-        if explore.all():
-            return action
-        return np.where(explore, action, agent(to_tensor(obs, device)).argmax(dim=1).cpu().numpy())
+        return action if explore.all() else np.where(explore, action, host_advantage(obs).argmax(axis=1))
 
     def compute_loss(batch):
         """The loss of a batch, its TD errors (B,) and the values of its actions (B,)."""
@@ -814,6 +814,41 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
+    nn.Linear: lambda x, weight, bias: x @ weight.T + bias,
+    nn.Tanh: np.tanh,
+    nn.ReLU: lambda x: np.maximum(x, 0),
+    RunningNorm: lambda x, mean, var, count: ((x - mean) / np.sqrt(var + 1e-8)).clip(-10, 10),
+}
+
+
+def on_host(*modules: nn.Module | None) -> Callable[[np.ndarray], np.ndarray]:
+    """The modules in a row, those that are not None, as a function of arrays (B, ...) for acting.
+
+    On the CPU it runs in NumPy, on the very memory of the weights: with the few rows of a step torch spends
+    its time on calls and takes thrice as long. On a GPU, or with other layers than those above, torch runs.
+    """
+    chain = nn.Sequential(*(module for module in modules if module is not None))
+    layers = [layer for layer in chain.modules() if not list(layer.children())]
+    device = next(chain.parameters()).device
+
+    @torch.inference_mode()
+    def run_torch(x):
+        return chain(to_tensor(x, device)).cpu().numpy()
+
+    if device.type != "cpu" or not all(type(layer) in HOST_LAYERS for layer in layers):
+        return run_torch
+    tensors = [[x.numpy() for x in layer.state_dict().values()] for layer in layers]
+
+    def run(x):
+        x = x.astype(np.float32, copy=False)
+        for layer, values in zip(layers, tensors, strict=True):
+            x = HOST_LAYERS[type(layer)](x, *values)
+        return x
+
+    return run
 
 
 class CudaGraph:

@@ -27,6 +27,7 @@ Differences from the paper:
 import argparse, contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, random
 import re, shutil, signal, subprocess, sys, threading, time, zipfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -204,11 +205,12 @@ class CategoricalHead(nn.Module):
 
     def noise(self, *shape):
         """Gumbel noise (*shape, K, N): the argmax of logits + noise is a draw from softmax(logits)."""
-        noise = torch.empty(*shape, *self.exists.shape, device=self.logits.weight.device)
-        return noise.exponential_().log().neg()  # -log of an exponential variable is Gumbel
+        return np.random.gumbel(size=(*shape, *self.exists.shape)).astype(np.float32)
 
-    def sample(self, logits, noise):
-        return (logits + noise).argmax(-1)  # noise 0: the most likely action
+    def sample(self, logits, mask, noise):
+        """Actions (B, K) on the host; noise 0: the most likely ones."""
+        logits = logits.reshape(-1, *self.exists.shape) + noise
+        return (logits if mask is None else np.where(mask, logits, -np.inf)).argmax(-1)
 
     def log_prob(self, logits, action):
         surprise = F.cross_entropy(logits.flatten(0, 1), action.flatten(), reduction="none")
@@ -234,10 +236,12 @@ class GaussianHead(nn.Module):
         return None
 
     def noise(self, *shape):
-        return torch.randn(*shape, len(self.log_std), device=self.log_std.device)
+        """Noise (*shape, A) with the standard deviations of the policy."""
+        std = self.log_std.detach().exp().cpu().numpy()
+        return std * np.random.standard_normal((*shape, len(std))).astype(np.float32)
 
-    def sample(self, mean, noise):
-        return mean + noise * self.log_std.exp()  # noise 0: the mean
+    def sample(self, mean, mask, noise):
+        return mean + noise  # (B, A) on the host; noise 0: the mean
 
     def log_prob(self, mean, action):
         z = (action - mean) * (-self.log_std).exp()
@@ -262,10 +266,6 @@ class ActorCritic(nn.Module):
 
     def normalize(self, obs):
         return obs if self.obs_norm is None else self.obs_norm(obs)
-
-    def act(self, obs, mask, noise):
-        """Actions (B, K or A) drawn with noise from the head; noise 0 acts greedily. The critic rests."""
-        return self.head.sample(self.head(self.actor_trunk(self.normalize(obs)), mask), noise)
 
     def value(self, obs):
         return self.critic(self.critic_trunk(self.normalize(obs))).squeeze(-1)  # (B,)
@@ -384,11 +384,11 @@ def train(args: Args) -> np.ndarray:
     references = ("", "") if args.evaluate else (args.attract_to, args.repel_from)
     attractor, repeller = (load_policy(path, *spaces, device) if path else None for path in references)
 
-    @torch.inference_mode()
-    def greedy(obs, info):
-        mask = agent.head.mask(info, len(obs))
-        mask = None if mask is None else to_tensor(mask, device)
-        return agent.act(to_tensor(obs, device), mask, noise=0.0).cpu().numpy()
+    host_policy = on_host(agent.obs_norm, agent.actor_trunk, agent.head)
+
+    def act(obs, info, noise=0.0):
+        """Actions (B, K or A), drawn with noise from the head; noise 0 acts greedily."""
+        return agent.head.sample(host_policy(obs), agent.head.mask(info, len(obs)), noise)
 
     def compute_loss(batch):
         """-L of eq. 9, L_CLIP's part and the value's part, of a minibatch of (B, ...) tensors."""
@@ -438,13 +438,13 @@ def train(args: Args) -> np.ndarray:
         compute_loss = torch.compile(compute_loss)
     zeros = np.zeros(args.num_envs)
     storage = Storage(
-        args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=greedy(obs, info),
+        args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=act(obs, info),
         next_obs=obs, reward=zeros, terminated=zeros, done=zeros,
     )  # fmt: skip
     run = Run(args, agent, optimizer=optimizer, reward_norm=reward_norm)
     for group in optimizer.param_groups:  # a learning rate in a tensor can change inside a CUDA graph
         group.update(lr=torch.zeros((), device=device), capturable=args.compile and device.type == "cuda")
-    while run.proceed(greedy):
+    while run.proceed(act):
         if run.new_segment:
             envs, obs, info = start_segment(args, run.env_steps, envs)
             reward_norm.return_ = 0.0
@@ -453,18 +453,17 @@ def train(args: Args) -> np.ndarray:
             group["lr"].fill_(learning_rate * fraction_left)
 
         # Act and step. Only the actor runs here; values and log-probabilities follow in one batch.
-        with torch.inference_mode():
-            noise = agent.head.noise(args.num_steps, args.num_envs)
-            for t in range(args.num_steps):
-                storage.write(t, obs=obs, mask=agent.head.mask(info, args.num_envs))
-                action = agent.act(storage.row(t, "obs"), storage.row(t, "mask"), noise[t]).cpu().numpy()
-                env_action = action.reshape(envs.action_space.shape)
-                next_obs, reward, terminated, truncated, info = envs.step(env_action)
-                done = terminated | truncated
-                storage.write(t, action=action, next_obs=next_obs)
-                storage.write(t, reward=reward, terminated=terminated, done=done)
-                run.count(reward, done)
-                obs, info = reset_done(envs, next_obs, info, done)
+        noise = agent.head.noise(args.num_steps, args.num_envs)
+        for t in range(args.num_steps):
+            storage.write(t, obs=obs, mask=agent.head.mask(info, args.num_envs))
+            action = act(obs, info, noise[t])
+            env_action = action.reshape(envs.action_space.shape)
+            next_obs, reward, terminated, truncated, info = envs.step(env_action)
+            done = terminated | truncated
+            storage.write(t, action=action, next_obs=next_obs)
+            storage.write(t, reward=reward, terminated=terminated, done=done)
+            run.count(reward, done)
+            obs, info = reset_done(envs, next_obs, info, done)
 
         # Advantages, by the networks that collected the rollout
         run.check_finite(observation=storage.array["next_obs"], reward=storage.array["reward"])
@@ -727,9 +726,6 @@ class Storage:
             if row is not None:
                 self.array[name][t] = row
 
-    def row(self, t: int, name: str) -> torch.Tensor | None:
-        return self.host[name][t].to(self.device, non_blocking=True) if name in self.host else None
-
     def to_device(self) -> dict[str, torch.Tensor]:
         return {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.host.items()}
 
@@ -753,6 +749,41 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
+    nn.Linear: lambda x, weight, bias: x @ weight.T + bias,
+    nn.Tanh: np.tanh,
+    nn.ReLU: lambda x: np.maximum(x, 0),
+    RunningNorm: lambda x, mean, var, count: ((x - mean) / np.sqrt(var + 1e-8)).clip(-10, 10),
+}
+
+
+def on_host(*modules: nn.Module | None) -> Callable[[np.ndarray], np.ndarray]:
+    """The modules in a row, those that are not None, as a function of arrays (B, ...) for acting.
+
+    On the CPU it runs in NumPy, on the very memory of the weights: with the few rows of a step torch spends
+    its time on calls and takes thrice as long. On a GPU, or with other layers than those above, torch runs.
+    """
+    chain = nn.Sequential(*(module for module in modules if module is not None))
+    layers = [layer for layer in chain.modules() if not list(layer.children())]
+    device = next(chain.parameters()).device
+
+    @torch.inference_mode()
+    def run_torch(x):
+        return chain(to_tensor(x, device)).cpu().numpy()
+
+    if device.type != "cpu" or not all(type(layer) in HOST_LAYERS for layer in layers):
+        return run_torch
+    tensors = [[x.numpy() for x in layer.state_dict().values()] for layer in layers]
+
+    def run(x):
+        x = x.astype(np.float32, copy=False)
+        for layer, values in zip(layers, tensors, strict=True):
+            x = HOST_LAYERS[type(layer)](x, *values)
+        return x
+
+    return run
 
 
 class RewardNorm(RunningNorm):

@@ -27,6 +27,7 @@ Differences from the paper:
 import contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, random, re
 import shutil, signal, subprocess, sys, threading, time, zipfile
 from collections import deque
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -150,11 +151,12 @@ class CategoricalHead(nn.Module):
 
     def noise(self, *shape):
         """Gumbel noise (*shape, K, N): the argmax of logits + noise is a draw from softmax(logits)."""
-        noise = torch.empty(*shape, *self.exists.shape, device=self.logits.weight.device)
-        return noise.exponential_().log().neg()  # -log of an exponential variable is Gumbel
+        return np.random.gumbel(size=(*shape, *self.exists.shape)).astype(np.float32)
 
-    def sample(self, logits, noise):
-        return (logits + noise).argmax(-1)  # noise 0: the most likely action
+    def sample(self, logits, mask, noise):
+        """Actions (B, K) on the host; noise 0: the most likely ones."""
+        logits = logits.reshape(-1, *self.exists.shape) + noise
+        return (logits if mask is None else np.where(mask, logits, -np.inf)).argmax(-1)
 
     def log_prob(self, logits, action):
         surprise = F.cross_entropy(logits.flatten(0, 1), action.flatten(), reduction="none")
@@ -180,10 +182,12 @@ class GaussianHead(nn.Module):
         return None
 
     def noise(self, *shape):
-        return torch.randn(*shape, len(self.log_std), device=self.log_std.device)
+        """Noise (*shape, A) with the standard deviations of the policy."""
+        std = self.log_std.detach().exp().cpu().numpy()
+        return std * np.random.standard_normal((*shape, len(std))).astype(np.float32)
 
-    def sample(self, mean, noise):
-        return mean + noise * self.log_std.exp()  # noise 0: the mean
+    def sample(self, mean, mask, noise):
+        return mean + noise  # (B, A) on the host; noise 0: the mean
 
     def log_prob(self, mean, action):
         z = (action - mean) * (-self.log_std).exp()
@@ -207,10 +211,6 @@ class ActorCritic(nn.Module):
 
     def normalize(self, obs):
         return obs if self.obs_norm is None else self.obs_norm(obs)
-
-    def act(self, obs, mask, noise):
-        """Actions (B, K or A) drawn with noise from the head; noise 0 acts greedily."""
-        return self.head.sample(self.head(self.actor_trunk(self.normalize(obs)), mask), noise)
 
     def value(self, obs):
         return self.critic(self.critic_trunk(self.normalize(obs))).squeeze(-1)  # (B,)
@@ -334,11 +334,11 @@ def train(args: Args) -> np.ndarray:
     actor = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
     critic_optimizer = torch.optim.Adam(critic, args.learning_rate, fused=True)
 
-    @torch.inference_mode()
+    host_policy = on_host(agent.obs_norm, agent.actor_trunk, agent.head)
+
     def act(obs, info, noise=0.0):
-        mask = agent.head.mask(info, len(obs))
-        mask = None if mask is None else to_tensor(mask, device)
-        return agent.act(to_tensor(obs, device), mask, noise=noise).cpu().numpy()
+        """Actions (B, K or A), drawn with noise from the head; noise 0 acts greedily."""
+        return agent.head.sample(host_policy(obs), agent.head.mask(info, len(obs)), noise)
 
     def update(batch):
         """One step of the policy on whole episodes, (B, ...) tensors of their steps."""
@@ -651,6 +651,41 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+
+
+HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
+    nn.Linear: lambda x, weight, bias: x @ weight.T + bias,
+    nn.Tanh: np.tanh,
+    nn.ReLU: lambda x: np.maximum(x, 0),
+    RunningNorm: lambda x, mean, var, count: ((x - mean) / np.sqrt(var + 1e-8)).clip(-10, 10),
+}
+
+
+def on_host(*modules: nn.Module | None) -> Callable[[np.ndarray], np.ndarray]:
+    """The modules in a row, those that are not None, as a function of arrays (B, ...) for acting.
+
+    On the CPU it runs in NumPy, on the very memory of the weights: with the few rows of a step torch spends
+    its time on calls and takes thrice as long. On a GPU, or with other layers than those above, torch runs.
+    """
+    chain = nn.Sequential(*(module for module in modules if module is not None))
+    layers = [layer for layer in chain.modules() if not list(layer.children())]
+    device = next(chain.parameters()).device
+
+    @torch.inference_mode()
+    def run_torch(x):
+        return chain(to_tensor(x, device)).cpu().numpy()
+
+    if device.type != "cpu" or not all(type(layer) in HOST_LAYERS for layer in layers):
+        return run_torch
+    tensors = [[x.numpy() for x in layer.state_dict().values()] for layer in layers]
+
+    def run(x):
+        x = x.astype(np.float32, copy=False)
+        for layer, values in zip(layers, tensors, strict=True):
+            x = HOST_LAYERS[type(layer)](x, *values)
+        return x
+
+    return run
 
 
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]

@@ -399,10 +399,10 @@ def test_loss_is_the_sum_of_its_parts_and_the_value_error_is_halved(record, no_e
 def test_log_probabilities_are_of_the_unclipped_action_and_only_the_environment_gets_a_clipped_one(
     runs, record, no_evaluation
 ):
-    rollouts, acts = record(a2c.Storage, "to_device"), record(a2c.ActorCritic, "act")
+    rollouts, acts = record(a2c.Storage, "to_device"), record(a2c.GaussianHead, "sample")
     forwards = record(a2c.ActorCritic, "forward")
     quick("Box", num_steps=50, total_timesteps=100)
-    sampled = torch.stack([call.result for call in acts[-50:]])
+    sampled = torch.from_numpy(np.stack([call.result for call in acts[-50:]]))
     action = rollouts[0].result["action"]
     assert torch.equal(action, sampled) and action.abs().max() > 1.5
     low, high = np.array([-1, -2]), np.array([3, 2])
@@ -495,7 +495,7 @@ def test_value_coef_0_teaches_the_critic_nothing(steps):
 def test_entropy_coef_keeps_the_policy_random(no_evaluation):
     entropy = {}
     for coef in (0.0, 3.0):
-        changes = dict(learning_rate=0.03, anneal_lr=False, total_timesteps=1024, num_steps=8)
+        changes = dict(learning_rate=0.03, anneal_lr=False, total_timesteps=1536, num_steps=8)
         quick("Masked", run_dir=f"run{coef}", entropy_coef=coef, **changes)
         entropy[coef] = float(progress(f"run{coef}")[-1]["policy/entropy"])
     most = 2 / 3 * math.log(2)  # two of three times there are two legal actions

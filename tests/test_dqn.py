@@ -361,11 +361,11 @@ def test_noise_is_drawn_anew_in_each_pass_and_apart_for_both_networks():
 
 def test_noisy_training_explores_without_epsilon_and_evaluates_without_noise(seen, monkeypatch):
     modes, evaluates = [], [False]
-    forward, evaluate = dqn.QNetwork.forward, dqn.evaluate
+    forward, evaluate = dqn.NoisyLinear.forward, dqn.evaluate
 
-    def watched_forward(self, obs):
-        modes.append((evaluates[0], self.training, len(obs)))
-        return forward(self, obs)
+    def watched_forward(self, x):
+        modes.append((evaluates[0], self.training, len(x)))
+        return forward(self, x)
 
     def watched_evaluate(*args):
         evaluates[0] = True
@@ -373,11 +373,11 @@ def test_noisy_training_explores_without_epsilon_and_evaluates_without_noise(see
         evaluates[0] = False
         return scores
 
-    monkeypatch.setattr(dqn.QNetwork, "forward", watched_forward)
+    monkeypatch.setattr(dqn.NoisyLinear, "forward", watched_forward)
     monkeypatch.setattr(dqn, "evaluate", watched_evaluate)
     quick("Walk", noisy=True, total_timesteps=200, eval_every=50, env_kwargs=dict(actions="discrete"))
     assert all(training != evaluating for evaluating, training, _ in modes)
-    acted = sum(1 for evaluating, _, n in modes if n == 2 and not evaluating)
+    acted = sum(1 for evaluating, _, n in modes if n == 2 and not evaluating) / 2  # layers
     assert acted == (200 - 20) / 2, "after the random start the network chooses every action"
     assert all(row["schedule/epsilon"] == "0.0" for row in progress()[1:])
 
@@ -457,7 +457,7 @@ def test_epsilon_falls_linearly_after_a_random_start(monkeypatch):
     asked = []
     random = np.random.random
     monkeypatch.setattr(np.random, "random", lambda size: asked.append(size) or np.linspace(0, 0.999, size))
-    monkeypatch.setattr(dqn.QNetwork, "forward", lambda self, obs: torch.tensor([[0.0, 1.0]] * len(obs)))
+    monkeypatch.setattr(dqn, "on_host", lambda *modules: lambda obs: np.array([[0.0, 1.0]] * len(obs)))
     monkeypatch.setattr(np.random, "randint", lambda *args, size: np.zeros(size, dtype=int))
     monkeypatch.setattr(dqn.ReplayBuffer, "draw", lambda self, n: np.flatnonzero(self.valid)[:n])
     monkeypatch.setattr(dqn.ReplayBuffer, "add", lambda self, action, *_: taken.append(action.tolist()))

@@ -312,10 +312,10 @@ def test_advantages_are_normalized_by_the_standard_deviation_of_their_minibatch(
 def test_log_probabilities_are_of_the_unclipped_action_and_only_the_environment_gets_a_clipped_one(
     runs, record, no_evaluation
 ):
-    rollouts, acts = record(ppo.Storage, "to_device"), record(ppo.ActorCritic, "act")
+    rollouts, acts = record(ppo.Storage, "to_device"), record(ppo.GaussianHead, "sample")
     forwards = record(ppo.ActorCritic, "forward")
     quick("Box", num_steps=50, total_timesteps=100)
-    sampled = torch.stack([call.result for call in acts[-50:]])
+    sampled = torch.from_numpy(np.stack([call.result for call in acts[-50:]]))
     action = rollouts[0].result["action"]
     assert torch.equal(action, sampled) and action.abs().max() > 1.5
     low, high = np.array([-1, -2]), np.array([3, 2])
@@ -505,7 +505,7 @@ def test_normalize_obs_sees_every_observation_and_reaches_actor_and_critic(runs,
     other.obs_norm.mean.mul_(5).add_(3)
     other.obs_norm.var.mul_(25)
     obs = torch.tensor(seen[:9], dtype=torch.float32)
-    action = agent.act(obs, None, 0.0)
+    action = torch.zeros(9, *agent.head.exists.shape[:1], dtype=torch.int64)
     torch.testing.assert_close(other.value(5 * obs + 3), agent.value(obs), rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(
         other.head(other.actor_trunk(other.obs_norm(5 * obs + 3))),
@@ -588,9 +588,9 @@ def test_success_and_termination_rate_are_logged():
 
 
 def test_evaluation_acts_greedily(record):
-    acts = record(ppo.ActorCritic, "act")
+    acts = record(ppo.GaussianHead, "sample")
     quick("Box", eval_episodes=3)
-    noise = [call.kwargs["noise"] for call in acts if call.kwargs]
+    noise = [call.args[3] for call in acts if not isinstance(call.args[3], np.ndarray)]
     assert noise == [0.0] * 11, "once for the storage, then ten steps"
 
 
@@ -1006,10 +1006,10 @@ def test_gaussian_head_equals_torch_distributions():
 
 
 def test_gumbel_max_draws_as_often_as_the_softmax_says():
-    torch.manual_seed(0)
+    np.random.seed(0)
     head, draws = ppo.CategoricalHead(8, MultiDiscrete([4, 3])), 50_000
     logits = torch.tensor([[0.0, 1.0, -1.0, 0.5], [2.0, 0.0, 1.0, -1e8]])
-    action = head.sample(logits, head.noise(draws))  # (draws, 2)
+    action = torch.from_numpy(head.sample(logits.numpy(), None, head.noise(draws)))  # (draws, 2)
     for k, size in enumerate([4, 3]):
         expected = draws * logits[k, :size].softmax(-1)
         counts = torch.bincount(action[:, k], minlength=size)
@@ -1020,21 +1020,52 @@ def test_gumbel_max_draws_as_often_as_the_softmax_says():
 
 
 def test_gaussian_samples_have_the_mean_and_deviation_of_the_head():
-    torch.manual_seed(0)
+    np.random.seed(0)
     head, mean = ppo.GaussianHead(8, Box(-1, 1, (2,))), torch.tensor([0.5, -2.0])
     with torch.no_grad():
         head.log_std.copy_(torch.tensor([-1.0, 0.5]))
-        samples = head.sample(mean, head.noise(40_000))
+    samples = torch.from_numpy(head.sample(mean.numpy(), None, head.noise(40_000)))
     torch.testing.assert_close(samples.mean(0), mean, atol=0.03, rtol=0)
     torch.testing.assert_close(samples.std(0), head.log_std.exp().detach(), atol=0, rtol=0.03)
     assert abs(torch.corrcoef(samples.T)[0, 1]) < 0.03, "every dimension has a noise of its own"
 
 
+@pytest.mark.parametrize("activation, in_numpy", [("tanh", True), ("relu", True), ("elu", False)])
+def test_on_host_computes_what_the_modules_do_with_their_newest_weights(activation, in_numpy, monkeypatch):
+    torch.manual_seed(0)
+    norm, trunk = ppo.RunningNorm((5,)), ppo.make_trunk(Box(-1, 1, (5,)), (8, 6), activation)
+    head, x = ppo.CategoricalHead(6, MultiDiscrete([4, 3])), 3 * torch.randn(7, 5)
+    norm.update(x)
+    torch.nn.init.normal_(head.logits.weight)
+    with_norm, without = ppo.on_host(norm, trunk, head), ppo.on_host(None, trunk, head)
+    far = torch.full((7, 5), 1e4)  # clipped by the normalizer
+    for _ in range(2):  # once as they are, once after the weights and moments have moved
+        for obs in (x, far):
+            expected = head(trunk(norm(obs))).detach().numpy()
+            found = with_norm(obs.numpy()).reshape(expected.shape)
+            np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+        expected = head(trunk(x)).detach().numpy()
+        found = without(x.double().numpy())
+        np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=1e-5, atol=1e-5)
+        assert found.dtype == np.float32
+        with torch.no_grad():
+            for p in (*trunk.parameters(), *head.parameters()):
+                p.mul_(1.5).add_(0.1)
+        norm.update(x + 2)
+    monkeypatch.setattr(ppo, "to_tensor", None)
+    if in_numpy:
+        with_norm(x.numpy())  # torch has no part in it
+    else:
+        with pytest.raises(TypeError):
+            with_norm(x.numpy())
+
+
 def test_noise_0_acts_greedily():
     head = ppo.CategoricalHead(8, Discrete(3))
-    assert head.sample(torch.tensor([[[0.0, 2.0, 1.0]]]), 0.0).tolist() == [[1]]
-    mean = torch.tensor([[0.3, -4.0]])
-    assert torch.equal(ppo.GaussianHead(8, Box(-1, 1, (2,))).sample(mean, 0.0), mean)
+    assert head.sample(np.array([[0.0, 2.0, 1.0]]), None, 0.0).tolist() == [[1]]
+    assert head.sample(np.array([[0.0, 2.0, 1.0]]), np.array([[[True, False, True]]]), 0.0).tolist() == [[2]]
+    mean = np.array([[0.3, -4.0]])
+    assert np.array_equal(ppo.GaussianHead(8, Box(-1, 1, (2,))).sample(mean, None, 0.0), mean)
 
 
 def test_masked_actions_have_probability_0_and_are_never_drawn():
@@ -1050,7 +1081,7 @@ def test_masked_actions_have_probability_0_and_are_never_drawn():
     logits = head(features, mask)
     assert (logits.softmax(-1)[~mask] == 0).all()
     for _ in range(20):
-        action = head.sample(logits, head.noise(500))
+        action = torch.from_numpy(head.sample(head(features).detach().numpy(), mask.numpy(), head.noise(500)))
         assert mask.gather(-1, action.unsqueeze(-1)).all()
     log_prob, entropy = head.log_prob(logits, action), head.entropy(logits)
     expected = sum(

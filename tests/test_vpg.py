@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, checkpoint, equal, load_script, progress
+from conftest import ALGOS, checkpoint, load_script, progress
 from test_ppo import brute_force_gae
 from test_reinforce import (
     columns,
@@ -244,10 +244,10 @@ def test_noise_is_kept_for_noise_steps_and_drawn_anew_for_each_rollout(name, noi
         script, "Box", num_envs=2, episodes_per_update=2, max_episode_steps=8, total_timesteps=30,
         noise_steps=noise_steps,
     )  # fmt: skip
-    noises = [call.args[2] for call in calls if isinstance(call.args[2], torch.Tensor)]
+    noises = [call.args[3] for call in calls if isinstance(call.args[3], np.ndarray)]
     assert len(noises) == 16, "two rollouts of eight steps; evaluations have no noise"
     for t, (last, noise) in enumerate(zip(noises, noises[1:], strict=False), start=1):
-        assert equal(last, noise) == (t % 8 % noise_steps != 0)
+        assert np.array_equal(last, noise) == (t % 8 % noise_steps != 0)
 
 
 def test_cartpole_is_learned():
