@@ -267,7 +267,7 @@ class SumTree:
     levels[0] are the leaves; an entry of levels[k + 1] is the sum of WIDTH neighbours in levels[k].
     """
 
-    WIDTH = 128  # of a binary tree NumPy would visit 20 levels for a million leaves, of this one 3
+    WIDTH = 32  # of a binary tree NumPy would visit 20 levels for a million leaves, of this one 4
 
     def __init__(self, size: int):
         self.levels = []

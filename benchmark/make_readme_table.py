@@ -4,8 +4,8 @@
     python benchmark/make_readme_table.py --check    # exit code 1 if README.md is out of date
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
-<!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
-from benchmark/results.
+<!-- output:NAME:end --> in docs/ and benchmark/README.md. Name and paper come from the docstring of each
+script, results and speed from benchmark/results.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from run import ROOT, slug
-from speed import OURS, TASKS
+from speed import OURS, SB3, TASKS
 from suites import PUBLISHED, SUITES
 
 START, END = "<!-- table:start -->", "<!-- table:end -->"
@@ -121,7 +121,8 @@ def speeds(algo: str, folder: Path) -> str:
         )
         torch_threads = "" if threads == "0" else f", {threads} thread{'s' if threads != '1' else ''}"
         if kind == "speed":
-            lines.append(f"{TASKS[task].env_id} {middle:.2f}×{torch_threads}")
+            peer = "" if TASKS[task].peer == SB3 else f" {TASKS[task].peer.upper()}"
+            lines.append(f"{TASKS[task].env_id} {middle:.2f}×{peer}{torch_threads}")
         else:
             seconds = statistics.median(pair[OURS] for pair in measured.values())
             lines.append(f"{task} solved {seconds:.0f} s after the command")
@@ -149,7 +150,8 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
     args = parser.parse_args()
     wanted = [(args.readme, START, END, f"{table(args.results)}\n\n{NOTE}")]
-    for page in (ROOT / "docs").glob("*.md") if args.readme == ROOT / "README.md" else ():
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "benchmark/README.md"]
+    for page in pages if args.readme == ROOT / "README.md" else ():
         text = page.read_text(encoding="utf-8")
         if DOCS_START in text:
             wanted.append((page, DOCS_START, DOCS_END, results_table(page.stem, args.results)))

@@ -1,5 +1,5 @@
-"""Compares the speed of ppo.py, a2c.py, trpo.py, sac.py and ddpg_td3.py with Stable-Baselines3 (an optional
-package; TRPO is in sb3-contrib) at equal settings.
+"""Compares the speed of ppo.py, a2c.py, trpo.py, dqn.py, sac.py and ddpg_td3.py with Stable-Baselines3 (an
+optional package; TRPO is in sb3-contrib) and with SBX, its twin in JAX (sbx-rl), at equal settings.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --solve --pairs 5
@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from run import ROOT, commit, cpu_name
 
-OURS, PEER = "plainrl", "stable-baselines3"
+OURS, SB3, SBX = "plainrl", "stable-baselines3", "sbx"
 COLUMNS = """
     kind task library pair steps_per_second seconds env_steps solved threads num_envs num_steps update_epochs
-    num_minibatches python torch gymnasium numpy library_version device cpu cores git_commit
+    num_minibatches python torch gymnasium numpy library_version device cpu cores git_commit memory_gb
 """.split()
 
 
@@ -42,6 +42,7 @@ class Task(NamedTuple):
     window: int  # rollouts, each with its updates, that are timed
     warmup: int  # rollouts before them
     threads: int  # of torch; 0: torch decides
+    peer: str = SB3
 
 
 # Networks: 64x64 tanh, actor and critic apart; on Pong the Nature CNN with 512 features, shared. Nothing but
@@ -51,6 +52,8 @@ class Task(NamedTuple):
 # TRPO: rollouts of two episodes of 200 steps from each environment, 15 iterations of the conjugate gradient,
 # and for the critic 10 passes of 16 minibatches.
 # SAC and TD3: two hidden layers of 256, relu, batches of 256, one update for each step from step 1,000 on.
+# DQN: an update after each "rollout" of 10 steps with a batch of 128, 120 and 84 hidden units; on Pong 4
+# steps, 32, and the Nature CNN with 512 features. Learning starts at 2,000 and 1,000 steps.
 TASKS = {
     "CartPole-v1": Task("ppo", "CartPole-v1", 4, 128, 4, 4, window=120, warmup=10, threads=1),
     "HalfCheetah-v5": Task("ppo", "HalfCheetah-v5", 1, 2048, 10, 32, window=6, warmup=2, threads=1),
@@ -62,24 +65,37 @@ TASKS = {
     "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
     "td3 Pendulum-v1": Task("ddpg_td3", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
     "a2c ALE/Pong-v5": Task("a2c", "ALE/Pong-v5", 16, 5, 1, 1, window=100, warmup=25, threads=0),
+    "dqn CartPole-v1": Task("dqn", "CartPole-v1", 1, 10, 1, 1, window=2000, warmup=210, threads=1),
+    "dqn ALE/Pong-v5": Task("dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=1000, warmup=275, threads=0),
 }
-OFF_POLICY = "sac", "ddpg_td3"  # one step and one update are one rollout of theirs
+ACTOR_CRITIC = "sac", "ddpg_td3"  # one step and one update are one rollout of theirs
+for name, task in list(TASKS.items()):
+    if task.algo in ACTOR_CRITIC:
+        TASKS[f"{name} {SBX}"] = task._replace(peer=SBX)
+DQN = {
+    "CartPole-v1": dict(batch_size=128, learning_starts=2_000, buffer_size=10_000, target_update_every=500),
+    "ALE/Pong-v5": dict(batch_size=32, learning_starts=1_000, buffer_size=100_000, target_update_every=1_000),
+}
 SOLVE = dict(
     env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
 )
 
 
-def call(words: list[str]) -> tuple[str, float]:
-    """Runs a command from the project's folder. Returns its output and the seconds from start to exit."""
+def call(words: list[str]) -> tuple[str, float, float]:
+    """Runs a command from the project's folder. Returns its output, seconds from start to exit, and GB of
+    memory that it held at most."""
     # Both sides set the threads of torch themselves; the shell must not decide for one of them.
     env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    start = time.perf_counter()
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, env=env)
-    seconds = time.perf_counter() - start
-    if done.returncode:
-        last = (done.stderr.strip() or done.stdout.strip() or "it printed nothing").splitlines()[-1]
-        sys.exit(f"speed.py: exit code {done.returncode} of {' '.join(words)[:200]}: {last}")
-    return done.stdout, seconds
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        start = time.perf_counter()
+        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err, env=env)
+        _, status, usage = os.wait4(process.pid, 0)
+        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
+        texts = [(file.seek(0), file.read())[1] for file in (out, err)]
+    if process.returncode:
+        last = (texts[1].strip() or texts[0].strip() or "it printed nothing").splitlines()[-1]
+        sys.exit(f"speed.py: exit code {process.returncode} of {' '.join(words)[:200]}: {last}")
+    return texts[0], seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------- ours
@@ -87,12 +103,12 @@ def run_ours(algo: str, arguments: list[str], threads: int) -> tuple[list[dict],
     """One training of algos/{algo}.py: the rows of its progress.csv, its versions, its seconds in all."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, f"algos/{algo}.py", *arguments, "--torch-threads", str(threads)]
-        _, seconds = call([*words, "--device", "cpu", "--run-dir", f"{folder}/run"])
+        _, seconds, memory = call([*words, "--device", "cpu", "--run-dir", f"{folder}/run"])
         environment = json.loads(Path(folder, "run/environment.json").read_text())
         with Path(folder, "run/progress.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
     versions = {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy")}
-    return rows, versions, seconds
+    return rows, versions | dict(memory_gb=round(memory, 3)), seconds
 
 
 def speed_of_ours(task: Task) -> dict:
@@ -100,9 +116,14 @@ def speed_of_ours(task: Task) -> dict:
     batch, rollouts = task.num_envs * task.num_steps, task.warmup + task.window + 1
     words = ["--env-id", task.env_id, "--total-timesteps", str(rollouts * batch)]
     words += ["--num-envs", str(task.num_envs), "--no-normalize-obs"]
-    if task.algo in OFF_POLICY:
+    if task.algo in ACTOR_CRITIC:
         words += ["--batch-size", "256", "--learning-starts", "1000", "--updates-per-step", "1"]
         words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "0"]
+    elif task.algo == "dqn":
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in DQN[task.env_id].items()]
+        words += [f"--train-every={task.num_steps}", "--updates-per-train=1"]
+        words += ["--exploration-fraction=0.5", "--epsilon-end=0.05"]
+        words += ["--hidden-sizes", *(["512"] if task.env_id.startswith("ALE/") else ["120", "84"])]
     elif task.algo != "trpo":
         words += ["--num-steps", str(task.num_steps), "--no-normalize-reward"]
     if task.algo == "trpo":
@@ -115,13 +136,13 @@ def speed_of_ours(task: Task) -> dict:
     elif task.algo == "a2c":
         words += ["--optimizer", "rmsprop", "--critic-lr", "None", "--entropy-coef", "0", "--gae-lambda", "1"]
         words += ["--no-normalize-advantage"]
-    if not task.env_id.startswith("ALE/") and task.algo not in OFF_POLICY:
+    if not task.env_id.startswith("ALE/") and task.algo not in (*ACTOR_CRITIC, "dqn"):
         words += ["--hidden-sizes", "64", "64", "--activation", "tanh"]
         words += [] if task.algo == "trpo" else ["--no-shared-trunk"]
     words += ["--eval-every", "0", "--eval-episodes", "1", "--checkpoint-every", "0"]
     rows, versions, _ = run_ours(task.algo, words, task.threads)
-    # A row per rollout, or per 1,000 steps for a2c, sac and td3. The last row has the final evaluation in its
-    # time, so the window ends before it.
+    # A row per rollout, or per 1,000 steps for a2c, dqn, sac and td3. The last row has the final evaluation
+    # in its time, so the window ends before it.
     begin, end = task.warmup * batch, (task.warmup + task.window) * batch
     rows = [row for row in rows if begin <= int(row["step"]) <= end]
     if len(rows) < 2:
@@ -140,26 +161,28 @@ def solve_ours(seed: int, threads: int) -> dict:
 
 
 # ------------------------------------------------------------------------------------------ Stable-Baselines3
-def run_peer(python: str, **request) -> tuple[dict, float]:
-    """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON."""
-    text, seconds = call([python, str(Path(__file__).resolve()), "--peer", json.dumps(request)])
-    return json.loads(text.strip().splitlines()[-1]), seconds
+def run_peer(python: str, **request) -> tuple[dict, float, float]:
+    """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON.
+    Returns the answer, seconds and GB of the process."""
+    text, seconds, memory = call([python, str(Path(__file__).resolve()), "--peer", json.dumps(request)])
+    return json.loads(text.strip().splitlines()[-1]), seconds, memory
 
 
 def speed_of_peer(python: str, task: Task) -> dict:
-    answer, _ = run_peer(python, **task._asdict())
-    return answer | dict(steps_per_second=answer["env_steps"] / answer["seconds"])
+    answer, _, memory = run_peer(python, **task._asdict())
+    speed = answer["env_steps"] / answer["seconds"]
+    return answer | dict(steps_per_second=speed, memory_gb=round(memory, 3))
 
 
 def solve_peer(python: str, seed: int, threads: int) -> dict:
-    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=SOLVE)
+    answer, seconds, _ = run_peer(python, seed=seed, threads=threads, solve=SOLVE)
     return answer | dict(seconds=round(seconds, 3))
 
 
 def peer(request: dict) -> dict:
     """The side of Stable-Baselines3, in its own process."""
     import torch
-    from stable_baselines3 import A2C, PPO, SAC, TD3, __version__
+    from stable_baselines3 import A2C, PPO
     from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, StopTrainingOnRewardThreshold
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.vec_env import VecFrameStack
@@ -167,7 +190,8 @@ def peer(request: dict) -> dict:
     if request["threads"]:
         torch.set_num_threads(request["threads"])
     versions = {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium", "numpy")}
-    versions |= dict(python=platform.python_version(), library_version=__version__)
+    library = importlib.import_module("sbx" if request.get("peer") == SBX else "stable_baselines3")
+    versions |= dict(python=platform.python_version(), library_version=library.__version__)
     if solve := request.get("solve"):
         # RL Baselines3 Zoo's hyperparameters for CartPole-v1 (hyperparams/ppo.yml, commit 22e3ff2)
         envs = make_vec_env(solve["env_id"], n_envs=8, seed=request["seed"])
@@ -206,11 +230,18 @@ def peer(request: dict) -> dict:
     else:
         envs = make_vec_env(env_id, n_envs=task.num_envs, seed=1)
     same = dict(policy="CnnPolicy" if atari else "MlpPolicy", env=envs, seed=1, device="cpu")
-    if task.algo in OFF_POLICY:
+    if task.algo in ACTOR_CRITIC:
         layers = dict(policy_kwargs=dict(net_arch=[256, 256]))
-        model = {"sac": SAC, "ddpg_td3": TD3}[task.algo](
-            batch_size=256, learning_starts=1000, **layers, **same
-        )
+        same |= {} if task.peer == SB3 else dict(device="auto")
+        algorithm = {"sac": library.SAC, "ddpg_td3": library.TD3}[task.algo]
+        model = algorithm(batch_size=256, learning_starts=1000, **layers, **same)
+    elif task.algo == "dqn":
+        sizes = DQN[env_id].copy()
+        model = library.DQN(
+            train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5,
+            target_update_interval=sizes.pop("target_update_every"),
+            policy_kwargs={} if atari else dict(net_arch=[120, 84]), **sizes, **same,
+        )  # fmt: skip
     elif task.algo == "ppo":
         model = PPO(
             n_steps=task.num_steps,
@@ -265,7 +296,7 @@ def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list
     ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
     middle = statistics.median
     print(
-        f"{kind} {task}: {OURS} {middle(ours):.1f}, {PEER} {middle(theirs):.1f} {unit} (medians); "
+        f"{kind} {task}: {OURS} {middle(ours):.1f}, {list(sides)[1]} {middle(theirs):.1f} {unit} (medians); "
         f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
     )
     return rows
@@ -304,7 +335,7 @@ def main() -> None:
         threads = 1 if args.threads is None else args.threads
         sides = {
             OURS: lambda seed: solve_ours(seed, threads),
-            PEER: lambda seed: solve_peer(args.sb3_python, seed, threads),
+            SB3: lambda seed: solve_peer(args.sb3_python, seed, threads),
         }
         rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
         write_rows(rows, args.out)
@@ -316,7 +347,7 @@ def main() -> None:
         )
         sides = {
             OURS: lambda _, task=task: speed_of_ours(task),
-            PEER: lambda _, task=task: speed_of_peer(args.sb3_python, task),
+            task.peer: lambda _, task=task: speed_of_peer(args.sb3_python, task),
         }
         settings = {field: value for field, value in task._asdict().items() if field in COLUMNS}
         write_rows(compare("speed", name, sides, common | settings, args.pairs), args.out)

@@ -314,7 +314,7 @@ def test_speed_takes_turns_and_takes_the_median_of_the_ratios(capsys):
     order = []
     sides = {
         speed.OURS: lambda pair: order.append("A") or {"steps_per_second": [30.0, 20.0, 80.0][pair - 1]},
-        speed.PEER: lambda pair: order.append("B") or {"steps_per_second": [10.0, 20.0, 20.0][pair - 1]},
+        speed.SB3: lambda pair: order.append("B") or {"steps_per_second": [10.0, 20.0, 20.0][pair - 1]},
     }
     rows = speed.compare("speed", "CartPole-v1", sides, {"threads": 1}, pairs=3)
     assert order == list("ABABAB") and len(rows) == 6
