@@ -255,8 +255,8 @@ def td_target(reward, discount, next_value):
 
 def q_loss(td_error, loss, weight=None):
     """Mean over the batch of Huber's loss or half the square of the errors (B,), times the weights (B,)."""
-    square = 0.5 * td_error.square()
-    error = square if loss == "mse" else torch.where(td_error.abs() < 1, square, td_error.abs() - 0.5)
+    zero = torch.zeros_like(td_error)
+    error = 0.5 * td_error.square() if loss == "mse" else F.huber_loss(td_error, zero, reduction="none")
     return error.mean() if weight is None else (weight * error).mean()
 
 
@@ -439,13 +439,12 @@ def train(args: Args) -> np.ndarray:
             agent.obs_norm.update(to_tensor(obs, device))
 
         learning_rate = args.learning_rate * (1 - fraction if args.anneal_lr else 1.0)
-        optimizer.param_groups[0]["lr"].fill_(learning_rate)
-
         # Learn. Each environment step has its turn, so that the intervals are exact for any num_envs.
         for step in range(run.env_steps - args.num_envs + 1, run.env_steps + 1):
             if step < args.learning_starts:
                 continue
             if step % args.train_every == 0:
+                optimizer.param_groups[0]["lr"].fill_(learning_rate)
                 for _ in range(args.updates_per_train):
                     result = update(sample(fraction))
                     if args.per:
