@@ -20,7 +20,7 @@ import torch
 from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
 from run import ROOT, load_script
 
-SIDES = {"sac": "sac__Pendulum-v1__20000", "sac-caps": "sac-caps__Pendulum-v1__20000"}
+SIDES = {"sac": "sac__Pendulum-v1__40000", "sac-caps": "sac-caps__Pendulum-v1__40000"}
 FIRST_SEED, EPISODES = 20_000_000, 20  # of the episodes; no training has seen these starts
 
 

@@ -87,9 +87,9 @@ SUITES = {
     ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
     "caps": [
-        Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
+        Cell("sac", "Pendulum-v1", 40_000, seeds=5, bar=-160),
         Cell(
-            "sac", "Pendulum-v1", 20_000, 5, -190,
+            "sac", "Pendulum-v1", 40_000, 5, -190,
             ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1"), "caps",
         ),
     ],
