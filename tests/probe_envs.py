@@ -146,6 +146,31 @@ class Masked(Probe):
         return self.observe(), reward, False, self.t == 8, {"action_mask": self.mask()}
 
 
+class Freedom(Probe):
+    """Two actions. At even times 0 pays 0.1 and leaves only itself for the next time, 1 leaves both."""
+
+    def __init__(self, render_mode: str | None = None):
+        super().__init__(render_mode=render_mode)
+        self.free = 1
+
+    def info(self) -> dict:
+        return {"action_mask": np.array([1, self.free], dtype=np.int8)}
+
+    def observe(self):
+        return np.array([self.t % 2, self.free, 0, 0], dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        self.free = 1
+        obs, _ = super().reset(seed=seed)
+        return obs, self.info()
+
+    def step(self, action):
+        chooses = self.t % 2 == 0
+        self.free = int(action) if chooses else 1
+        self.t += 1
+        return self.observe(), 0.1 * (chooses and action == 0), False, self.t == 8, self.info()
+
+
 def spaces_observations() -> dict[str, gym.Space]:
     byte = dict(low=0, high=255, dtype=np.uint8)
     pose = {"position": Box(-1, 1, (3,), np.float32), "mode": Discrete(2)}
@@ -274,6 +299,6 @@ class Walk(Probe):
         return self.observe(), 1 - abs(self.x), abs(self.x) > self.edge, self.t == self.length, {}
 
 
-for entry in (Boundary, Ones, Boxes, Masked, Spaces, Broken, Success, Walk):
+for entry in (Boundary, Ones, Boxes, Masked, Freedom, Spaces, Broken, Success, Walk):
     name = {"Boxes": "Box"}.get(entry.__name__, entry.__name__)
     gym.register(f"{name}-v0", entry_point=entry, disable_env_checker=True)

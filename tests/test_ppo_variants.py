@@ -162,13 +162,15 @@ def test_max_entropy_pays_the_bonus_on_top_of_the_sign_of_the_reward(calls):
     torch.testing.assert_close(bonus, torch.full_like(bonus, 0.5 * math.log(2)), rtol=0, atol=0.01)
 
 
-def test_max_entropy_keeps_the_policy_more_random():
-    entropy = {}
-    for coef in (0.0, 2.0):
+def test_max_entropy_pays_for_states_that_leave_a_choice():
+    found = {}
+    for coef in (0.0, 1.0):
         changes = dict(learning_rate=0.01, anneal_lr=False, num_steps=64, update_epochs=4)
-        train("Masked", f"run{coef}", total_timesteps=2048, entropy_coef=coef, **MAX, **changes)
-        entropy[coef] = float(progress(f"run{coef}")[-1]["policy/entropy"])
-    assert entropy[2.0] > 2 * entropy[0.0]
+        returns = train("Freedom", f"run{coef}", total_timesteps=2048, entropy_coef=coef, **MAX, **changes)
+        found[coef] = returns.mean(), float(progress(f"run{coef}")[-1]["policy/entropy"])
+    assert found[0.0][0] == pytest.approx(0.4), "the reward alone: it gives up its choice four times"
+    assert found[1.0][0] == pytest.approx(0.0), "a choice is worth log 2 of entropy, more than 0.1"
+    assert found[1.0][1] > 2 * found[0.0][1]
 
 
 def test_softplus_of_the_entropy_is_never_negative_and_scales_its_gradient():
