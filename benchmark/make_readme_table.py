@@ -26,7 +26,8 @@ DOCS_START, DOCS_END = "<!-- results:start -->", "<!-- results:end -->"
 NOTE = """
 Result: mean return over seeds of 100 greedy episodes with the last policy (steps of training, seeds);
 ✓ reaches the bar of `benchmark/suites.py`, ✗ does not. Speed: our environment steps per second over those of
-Stable-Baselines3 at equal settings, median of paired runs on a CPU (`benchmark/README.md`).
+Stable-Baselines3, or of SBX where it says so, at equal settings, median of paired runs on a CPU
+(`benchmark/README.md`).
 """.strip()
 
 
@@ -160,7 +161,7 @@ def main() -> int:
             if not printed.exists():
                 print(f"{page} shows {printed}, which is missing: measure it first", file=sys.stderr)
                 return 2
-            output = printed.read_text(encoding="utf-8").strip()
+            output = printed.read_text(encoding="utf-8").strip("\n")
             marks = (f"<!-- output:{name}:{place} -->" for place in ("start", "end"))
             wanted.append((page, *marks, f"```text\n{output}\n```"))
     for file, mark, end_mark, content in wanted:
