@@ -1060,6 +1060,17 @@ def test_on_host_computes_what_the_modules_do_with_their_newest_weights(activati
             with_norm(x.numpy())
 
 
+def test_on_host_refuses_a_forward_that_does_more_than_its_layers():
+    class Squashed(ppo.GaussianHead):
+        def forward(self, features, mask=None):
+            return self.mean(features).tanh()
+
+    head = Squashed(6, Box(-1, 1, (2,)))
+    torch.nn.init.normal_(head.mean.weight)
+    with pytest.raises(RuntimeError, match="does more than its layers"):
+        ppo.on_host(None, head)(np.ones((3, 6)))
+
+
 def test_noise_0_acts_greedily():
     head = ppo.CategoricalHead(8, Discrete(3))
     assert head.sample(np.array([[0.0, 2.0, 1.0]]), None, 0.0).tolist() == [[1]]
