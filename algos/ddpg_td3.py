@@ -177,9 +177,10 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
     def forward(self, x):
-        if len(x) < len(self.weight):  # only the first ones are asked
-            return torch.baddbmm(self.bias[: len(x)], x, self.weight[: len(x)])
-        return torch.baddbmm(self.bias, x, self.weight)
+        weight, bias = self.weight[: len(x)], self.bias[: len(x)]  # only the first ones may be asked
+        if weight.shape[2] == 1:  # for one output a sum of products is faster
+            return torch.linalg.vecdot(x, weight.mT)[..., None] + bias
+        return torch.baddbmm(bias, x, weight)
 
 
 class Critic(nn.Module):
@@ -247,7 +248,9 @@ def gradient_step(loss, optimizer, max_norm):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    if max_norm < math.inf:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm, foreach=True)
     optimizer.step()
     return grad_norm
 

@@ -76,6 +76,7 @@ class Args:
     learning_starts: int = 5_000  # environment steps of random actions before the first update
     buffer_size: int = 1_000_000  # transitions kept for replay
     batch_size: int = 256  # transitions in each update
+    noise_steps: int = 1  # steps for which the noise of an action is kept, to explore by longer moves
     updates_per_step: float = 1.0  # updates for each environment step, also a fraction or many
     learning_rate: float = 3e-4  # step size of the update
     actor_lr: float | None = None  # learning rate of the actor; None: learning_rate
@@ -106,7 +107,8 @@ TUNED = {
     "CartPole-v1": dict(total_timesteps=50_000, learning_starts=500, hidden_sizes=(64, 64), batch_size=128,
                         learning_rate=1e-3, eval_every=5_000),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, learning_starts=1_000, gamma=0.9999, tau=0.01,
-                                     hidden_sizes=(64, 64), auto_alpha=False, alpha=0.1, eval_every=5_000),
+                                     hidden_sizes=(64, 64), auto_alpha=False, alpha=0.1, noise_steps=16,
+                                     eval_every=5_000),
     "LunarLanderContinuous-v3": dict(total_timesteps=200_000, learning_starts=10_000, learning_rate=7.3e-4,
                                      anneal_lr=True, tau=0.01, eval_every=20_000),
     "BipedalWalker-v3": dict(total_timesteps=500_000, learning_starts=10_000, learning_rate=7.3e-4,
@@ -168,9 +170,10 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
     def forward(self, x):
-        if len(x) < len(self.weight):  # only the first ones are asked
-            return torch.baddbmm(self.bias[: len(x)], x, self.weight[: len(x)])
-        return torch.baddbmm(self.bias, x, self.weight)
+        weight, bias = self.weight[: len(x)], self.bias[: len(x)]  # only the first ones may be asked
+        if weight.shape[2] == 1:  # for one output a sum of products is faster
+            return torch.linalg.vecdot(x, weight.mT)[..., None] + bias
+        return torch.baddbmm(bias, x, weight)
 
 
 class Critic(nn.Module):
@@ -215,14 +218,18 @@ class Actor(nn.Module):
         """The action in the middle of the distribution, (B, A)."""
         return self.head(self.trunk.forward(obs)).chunk(2, dim=-1)[0].tanh()
 
-    def forward(self, obs):
+    def noise(self, n):
+        """What n actions are drawn with, (n, A)."""
+        return torch.randn(n, self.head.out_features // 2, device=self.head.weight.device)
+
+    def forward(self, obs, noise=None):
         """A drawn action (B, A), its log-density (B,), and None: the expectation is that of the draw."""
         mean, log_std = self.head(self.trunk.forward(obs)).chunk(2, dim=-1)
-        log_std = log_std.clamp(*LOG_STD_RANGE)
-        return *squashed_gaussian(mean, log_std, torch.randn_like(mean)), None
+        noise = torch.randn_like(mean) if noise is None else noise
+        return *squashed_gaussian(mean, log_std.clamp(*LOG_STD_RANGE), noise), None
 
-    def act(self, obs):
-        return self(obs)[0]
+    def act(self, obs, noise):
+        return self(obs, noise)[0]
 
 
 class DiscreteActor(Actor):
@@ -232,13 +239,17 @@ class DiscreteActor(Actor):
         """The most likely choice, (B,)."""
         return self.head(self.trunk.forward(obs)).argmax(dim=-1)
 
+    def noise(self, n):
+        """Gumbel noise, (n, A): log-probabilities with it have their maximum at a drawn choice."""
+        return -torch.empty(n, self.head.out_features, device=self.head.weight.device).exponential_().log()
+
     def forward(self, obs):
         """None, log-probabilities and probabilities of all choices, (B, A)."""
         log_prob = self.head(self.trunk.forward(obs)).log_softmax(dim=-1)
         return None, log_prob, log_prob.exp()
 
-    def act(self, obs):
-        return self(obs)[2].multinomial(1).squeeze(-1)
+    def act(self, obs, noise):
+        return (self(obs)[1] + noise).argmax(dim=-1)
 
 
 class Temperature(nn.Module):
@@ -296,7 +307,9 @@ def gradient_step(loss, optimizer, max_norm):
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
-    grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
+    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    if max_norm < math.inf:
+        nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm, foreach=True)
     optimizer.step()
     return grad_norm
 
@@ -337,8 +350,8 @@ def train(args: Args) -> np.ndarray:
         return actor.mean(actor.normalize(to_tensor(obs, device))).cpu().numpy()
 
     @torch.inference_mode()
-    def act(obs):
-        return actor.act(actor.normalize(to_tensor(obs, device))).cpu().numpy()
+    def act(obs, noise):
+        return actor.act(actor.normalize(to_tensor(obs, device)), noise).cpu().numpy()
 
     def compute_critic_loss(batch):
         """The distance from y of what the critics say, and what they say, (n, B)."""
@@ -404,7 +417,9 @@ def train(args: Args) -> np.ndarray:
             buffer.start(obs)
 
         # Act and step
-        action = envs.action_space.sample() if run.env_steps < args.learning_starts else act(obs)
+        if run.new_segment or run.env_steps // args.num_envs % args.noise_steps == 0:
+            noise, random_action = actor.noise(args.num_envs), envs.action_space.sample()
+        action = random_action if run.env_steps < args.learning_starts else act(obs, noise)
         run.check_finite(action=action)
         next_obs, reward, terminated, truncated, info = envs.step(action)
         done = terminated | truncated

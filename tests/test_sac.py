@@ -186,7 +186,7 @@ def test_discrete_actors_draw_with_their_probabilities_and_critics_choose_the_ta
     _, log_prob, prob = actor(obs)
     torch.testing.assert_close(prob.sum(-1), torch.ones(20_000))
     torch.testing.assert_close(log_prob.exp(), prob)
-    shares = torch.bincount(actor.act(obs), minlength=3) / 20_000
+    shares = torch.bincount(actor.act(obs, actor.noise(20_000)), minlength=3) / 20_000
     torch.testing.assert_close(shares, prob[0].detach(), atol=0.02, rtol=0)
     assert actor.mean(obs)[0] == 2
     obs, action = torch.randn(5, 4), torch.tensor([0, 2, 1, 1, 0])
@@ -310,6 +310,25 @@ def test_environments_explore_apart(parts):
     quick("Ones", num_envs=4, total_timesteps=200, learning_starts=4)  # all observe the same
     actions = parts["buffer"].action[parts["buffer"].valid].reshape(-1, 4)[1:]
     assert np.abs(actions[:, 1:] - actions[:, :1]).min() > 0
+
+
+@pytest.mark.parametrize("env, noise_steps", [("Ones", 1), ("Ones", 4), ("Boundary", 4)])
+def test_noise_is_kept_for_noise_steps_and_drawn_anew_for_each_segment(env, noise_steps, monkeypatch, record):
+    """Of the actor's noise and of the random actions at first; a segment starts at step 66."""
+    draws = [record(actor, "noise") for actor in (sac.Actor, sac.DiscreteActor)]
+    used = [record(actor, "act") for actor in (sac.Actor, sac.DiscreteActor)]
+    added = record(sac.ReplayBuffer, "add")
+    quick(env, noise_steps=noise_steps, checkpoint_every=66, learning_starts=34,
+          env_kwargs={"actions": "box" if env == "Ones" else "discrete"})  # fmt: skip
+    draws, used = sum(draws, []), [arguments[-1] for arguments, _ in sum(used, [])]
+    new = [t for t in range(48) if t == 33 or t % noise_steps == 0]
+    assert len(draws) == len(new) and len(used) == 48 - 17
+    for t in range(18, 48):
+        assert torch.equal(used[t - 17], used[t - 18]) == (t not in new)
+    first = [arguments[1] for arguments, _ in added[:17]]
+    kept = [np.array_equal(*pair) for pair in zip(first, first[1:], strict=False)]
+    wanted = [t not in new for t in range(1, 17)]
+    assert kept == wanted if env == "Ones" else all(kept[t] for t in range(16) if wanted[t])
 
 
 def test_n_step_reaches_the_buffer(record):
