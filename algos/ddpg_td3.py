@@ -243,13 +243,13 @@ def explore(old_noise, kind, std):
     return fresh if kind == "gaussian" else 0.85 * old_noise + fresh
 
 
-def gradient_step(loss, optimizer, max_norm):
+def gradient_step(loss, optimizer, max_norm=0.0):
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    if max_norm < math.inf:
+    if max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm, foreach=True)
     optimizer.step()
     return grad_norm
@@ -273,7 +273,6 @@ def train(args: Args) -> np.ndarray:
     actor = Actor(*spaces, args).to(device)
     critic = Critic(*spaces, 2 if args.twin_critics else 1, args).to(device)
     target_actor, target_critic = copy.deepcopy(actor), copy.deepcopy(critic)
-    max_norm = args.max_grad_norm or math.inf
     decay = {"actor": args.actor_weight_decay, "critic": args.critic_weight_decay}
     actor_optimizer = torch.optim.Adam(actor.parameters(), weight_decay=decay["actor"], fused=True)
     critic_optimizer = torch.optim.Adam(critic.parameters(), weight_decay=decay["critic"], fused=True)
@@ -313,7 +312,7 @@ def train(args: Args) -> np.ndarray:
     def update_critic(batch):
         """One step of the critics. Nothing in it waits for the device."""
         loss, q_value = compute_critic_loss(batch)
-        grad_norm = gradient_step(loss, critic_optimizer, max_norm)
+        grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
         q_value, reward = q_value.detach(), batch["reward"]
         metrics = {"loss/critic": loss.detach(), "grad/critic_norm": grad_norm}
         metrics |= {"q/mean": q_value.mean(), "q/max": q_value.max()}
@@ -322,7 +321,7 @@ def train(args: Args) -> np.ndarray:
     def update_actor(batch):
         """One step of the actor, and of the target networks after it."""
         loss = compute_actor_loss(batch)
-        grad_norm = gradient_step(loss, actor_optimizer, max_norm)
+        grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
         polyak_update(actor, target_actor, args.tau)
         polyak_update(critic, target_critic, args.tau)
         return {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}

@@ -13,7 +13,7 @@ Differences from the paper:
  3. Discrete actions (Christodoulou 2019, arXiv 1910.07207): expectations over a are sums over all actions.
  4. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
  5. Images: the convolutions of the Nature CNN (Mnih et al. 2015), one for the actor, one for both critics.
- 6. On request a smooth actor (CAPS, Mysore et al. 2021, arXiv 2012.06644) and n-step targets.
+ 6. On request CAPS (Mysore et al. 2021, arXiv 2012.06644), n-step targets, noise that is kept for some steps.
 
     python algos/sac.py --env-id Pendulum-v1
 """
@@ -218,8 +218,7 @@ class Actor(nn.Module):
         """The action in the middle of the distribution, (B, A)."""
         return self.head(self.trunk.forward(obs)).chunk(2, dim=-1)[0].tanh()
 
-    def noise(self, n):
-        """What n actions are drawn with, (n, A)."""
+    def noise(self, n):  # for n actions, (n, A)
         return torch.randn(n, self.head.out_features // 2, device=self.head.weight.device)
 
     def forward(self, obs, noise=None):
@@ -239,8 +238,7 @@ class DiscreteActor(Actor):
         """The most likely choice, (B,)."""
         return self.head(self.trunk.forward(obs)).argmax(dim=-1)
 
-    def noise(self, n):
-        """Gumbel noise, (n, A): log-probabilities with it have their maximum at a drawn choice."""
+    def noise(self, n):  # Gumbel's, (n, A): log-probabilities with it have their maximum at a drawn choice
         return -torch.empty(n, self.head.out_features, device=self.head.weight.device).exponential_().log()
 
     def forward(self, obs):
@@ -302,13 +300,13 @@ def critic_loss(q_value, td_target):
     return (q_value - td_target).square().mean(dim=-1).sum()
 
 
-def gradient_step(loss, optimizer, max_norm):
+def gradient_step(loss, optimizer, max_norm=0.0):
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()
     loss.backward(inputs=parameters)
     grad_norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
-    if max_norm < math.inf:
+    if max_norm:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm, foreach=True)
     optimizer.step()
     return grad_norm
@@ -335,7 +333,6 @@ def train(args: Args) -> np.ndarray:
     actor = (DiscreteActor if discrete else Actor)(*spaces, args).to(device)
     critic = Critic(*spaces, 2, args).to(device)
     target_critic, temperature = copy.deepcopy(critic), Temperature(args.alpha).to(device)
-    max_norm = args.max_grad_norm or math.inf
     actor_optimizer = torch.optim.Adam(actor.parameters(), fused=True)
     critic_optimizer = torch.optim.Adam(critic.parameters(), fused=True)
     alpha_optimizer = torch.optim.Adam(temperature.parameters(), fused=True)
@@ -380,7 +377,7 @@ def train(args: Args) -> np.ndarray:
     def update_critic(batch):
         """One step of the critics. Nothing in it waits for the device."""
         loss, q_value = compute_critic_loss(batch)
-        grad_norm = gradient_step(loss, critic_optimizer, max_norm)
+        grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
         q_value, reward = q_value.detach(), batch["reward"]
         metrics = {"loss/critic": loss.detach(), "grad/critic_norm": grad_norm}
         metrics |= {"q/mean": q_value.mean(), "q/max": q_value.max()}
@@ -389,10 +386,10 @@ def train(args: Args) -> np.ndarray:
     def update_actor(batch):
         """One step of the actor, one of the temperature, and of the target networks after them."""
         loss, entropy = compute_actor_loss(batch)
-        grad_norm = gradient_step(loss, actor_optimizer, max_norm)
+        grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
         entropy, alpha = entropy.detach(), temperature()
         if args.auto_alpha:
-            gradient_step(alpha * (entropy - args.target_entropy), alpha_optimizer, math.inf)
+            gradient_step(alpha * (entropy - args.target_entropy), alpha_optimizer)
         polyak_update(critic, target_critic, args.tau)
         metrics = {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}
         return metrics | {"policy/entropy": entropy, "policy/alpha": alpha.detach()}
