@@ -77,7 +77,7 @@ SUITES = {
     "ddpg_td3": [
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "ddpg"), "ddpg"),
-        Cell("ddpg_td3", "MountainCarContinuous-v0", 300_000, seeds=5, bar=90),
+        Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
         Cell("ddpg_td3", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
     ],
     "sac": [
