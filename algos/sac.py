@@ -99,8 +99,8 @@ class Args:
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
 
 
-# Own runs: Pendulum, seeds 1 to 3; CartPole and MountainCarContinuous, one seed. The others follow RL Baselines3
-# Zoo's sac.yml; only HalfCheetah was run. The Zoo's BipedalWalker explores by gSDE, which is not here.
+# Own runs: Pendulum, seeds 1 to 3; CartPole and MountainCarContinuous, one seed. The others follow RL
+# Baselines3 Zoo's sac.yml; only HalfCheetah was run. Its BipedalWalker explores by gSDE, which is not here.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, eval_every=2_500),

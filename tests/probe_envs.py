@@ -299,6 +299,23 @@ class Walk(Probe):
         return self.observe(), 1 - abs(self.x), abs(self.x) > self.edge, self.t == self.length, {}
 
 
-for entry in (Boundary, Ones, Boxes, Masked, Freedom, Spaces, Broken, Success, Walk):
+class LQ(gym.Env):
+    """x' = x + u / 2 costs x^2 + u^2 / 5; truncated after 5 steps, never terminated."""
+
+    observation_space, action_space = Box(-10, 10, (1,), np.float32), Box(-1, 1, (1,), np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.x, self.t = self.np_random.uniform(-1, 1), 0
+        return np.array([self.x], dtype=np.float32), {}
+
+    def step(self, action):
+        u = float(action[0])
+        reward = -(self.x**2 + 0.2 * u**2)
+        self.x, self.t = self.x + 0.5 * u, self.t + 1
+        return np.array([self.x], dtype=np.float32), reward, False, self.t == 5, {}
+
+
+for entry in (Boundary, Ones, Boxes, Masked, Freedom, Spaces, Broken, Success, Walk, LQ):
     name = {"Boxes": "Box"}.get(entry.__name__, entry.__name__)
     gym.register(f"{name}-v0", entry_point=entry, disable_env_checker=True)

@@ -1,128 +1,25 @@
-"""Tests of SAC. What every script must do (seeds, resume, signals, ...) is tested elsewhere."""
+"""Tests of what only sac.py does; the rest is in test_off_policy.py and, for every script, elsewhere."""
 
 import json
 import math
-import shutil
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import ALGOS, checkpoint, equal, load_script, progress
+from conftest import ALGOS, checkpoint, load_script, progress
 from gymnasium.spaces import Box, Discrete
-from probe_envs import Boxes, boundary_length, boundary_reward, boundary_terminates
+from off_policy import Trainer, recorder
 
 sac = load_script(ALGOS / "sac.py")
 
-QUICK = dict(
-    seed=1, device="cpu", eval_every=0, eval_episodes=2, checkpoint_every=0, num_envs=2, hidden_sizes=(8,),
-    total_timesteps=96, learning_starts=32, batch_size=16, buffer_size=400,
-)  # fmt: skip
-
-
-def quick_args(env: str, run_dir="run", env_kwargs=None, **changes):
-    env_id = env if "-v" in env else f"probe_envs:{env}-v0"
-    kwargs = {} if env == "Box" or "-v" in env else {"actions": "box"}
-    given = dict(env_id=env_id, env_kwargs=json.dumps(env_kwargs or kwargs), run_dir=str(run_dir))
-    return sac.Args(**QUICK | given | changes)
-
-
-def quick(env: str, **changes) -> np.ndarray:
-    """A training of a moment in one of the probe_envs, or in any environment by its id."""
-    return sac.train(quick_args(env, **changes))
+quick = Trainer(sac)
+quick_args = quick.args
+record = pytest.fixture(recorder)
 
 
 @pytest.fixture
-def parts(monkeypatch):
-    """The parts of the last Run: actor, critic, buffer, ..., as they are at any time."""
-    found = {}
-
-    class Watched(sac.Run):
-        def __init__(self, args, agent, *rest, **others):
-            found.update(actor=agent, run=self, **others)
-            super().__init__(args, agent, *rest, **others)
-
-    monkeypatch.setattr(sac, "Run", Watched)
-    return found
-
-
-@pytest.fixture
-def record(monkeypatch):
-    """record(owner, name) lists (arguments, result) of the calls of owner.name from then on."""
-
-    def start(owner, name):
-        calls, original = [], getattr(owner, name)
-
-        def recorded(*args, **kwargs):
-            given = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
-            calls.append((given, original(*args, **kwargs)))
-            return calls[-1][1]
-
-        monkeypatch.setattr(owner, name, recorded)
-        return calls
-
-    return start
-
-
-class LQ(gym.Env):
-    """x' = x + u / 2 costs x^2 + u^2 / 5; truncated after 5 steps, never terminated."""
-
-    observation_space, action_space = Box(-10, 10, (1,), np.float32), Box(-1, 1, (1,), np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        self.x, self.t = self.np_random.uniform(-1, 1), 0
-        return np.array([self.x], dtype=np.float32), {}
-
-    def step(self, action):
-        u = float(action[0])
-        reward = -(self.x**2 + 0.2 * u**2)
-        self.x, self.t = self.x + 0.5 * u, self.t + 1
-        return np.array([self.x], dtype=np.float32), reward, False, self.t == 5, {}
-
-
-gym.register("LQ-v0", entry_point=LQ, disable_env_checker=True)
-
-
-def solve_lq(gamma: float):
-    """States, actions, Q* and pi* on a grid, from the fixed point of the Riccati equation."""
-    p = 0.0
-    for _ in range(1000):
-        p = 1 + gamma * p - (0.5 * gamma * p) ** 2 / (0.2 + 0.25 * gamma * p)
-    x, u = (z.reshape(-1, 1) for z in torch.meshgrid(*[torch.linspace(-0.6, 0.6, 7)] * 2, indexing="ij"))
-    q_value = -(x**2 + 0.2 * u**2 + gamma * p * (x + 0.5 * u) ** 2).squeeze(-1)
-    return x, u, q_value, -0.5 * gamma * p / (0.2 + 0.25 * gamma * p) * x
-
-
-# ------------------------------------------------------------------------------------ episode boundaries
-@pytest.mark.parametrize("num_envs, async_envs", [(1, False), (4, False), (4, True)])
-def test_no_transition_joins_two_episodes(num_envs, async_envs, parts):
-    changes = dict(total_timesteps=60 * num_envs, checkpoint_every=20 * num_envs, async_envs=async_envs)
-    quick("Boundary", num_envs=num_envs, **changes)
-    buffer = parts["buffer"]
-    batch = buffer.gather(np.flatnonzero(buffer.valid), gamma=0.5)
-    assert len(batch["obs"]) == 60 * num_envs, "every step is kept"
-    seen = set()
-    for obs, next_obs, reward, discount in zip(
-        *(batch[name].tolist() for name in ("obs", "next_obs", "reward", "discount")), strict=True
-    ):
-        number, episode, t, end = map(int, obs)
-        last = t + 1 == boundary_length(number, episode)
-        terminates = last and boundary_terminates(number, episode)
-        assert end == 0, "no step starts from a final observation"
-        assert next_obs == [number, episode, t + 1, 1 if terminates else 2 if last else 0]
-        assert reward == boundary_reward(episode, t + 1)
-        assert discount == (0 if terminates else 0.5)
-        seen.add(2 * last - terminates)
-    assert seen == {0, 1, 2}, "steps within episodes, terminations and truncations"
-
-
-def test_critics_learn_the_endless_sum_where_episodes_are_only_truncated(parts):
-    changes = dict(gamma=0.8, learning_rate=0.01, tau=0.1, total_timesteps=800)
-    quick("Ones", **changes, auto_alpha=False, alpha=0.0)
-    value = parts["critic"](torch.zeros(1, 4), torch.zeros(1, 1))
-    assert value.shape == (2, 1)
-    assert value.detach().numpy() == pytest.approx(1 / (1 - 0.8), rel=0.05), "ten steps would be 4.5 at most"
+def parts(monkeypatch) -> dict:
+    return quick.watch(monkeypatch)
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -241,25 +138,6 @@ def test_the_target_is_the_soft_value_of_the_target_critics(parts, record):
     assert 0 in batch["discount"] and 0.5 in batch["discount"]
 
 
-def test_twin_critics_start_apart_and_stay_apart(parts):
-    quick("Box", total_timesteps=400, learning_rate=0.01)
-    for critic in (sac.Critic(Box(-1, 1, (4,)), Box(-1, 1, (2,)), 2, quick_args("Box")), parts["critic"]):
-        for parameter in critic.parameters():
-            assert (parameter[0] - parameter[1]).abs().min() > 0
-        assert torch.sub(*critic(torch.randn(50, 4), torch.rand(50, 2))).abs().max() > 1e-3
-
-
-def test_critics_and_actor_solve_the_linear_quadratic_problem(parts):
-    changes = dict(
-        learning_rate=3e-3, anneal_lr=True, tau=0.02, batch_size=128, auto_alpha=False, alpha=0.002
-    )
-    changes |= dict(num_envs=1, total_timesteps=2500, learning_starts=500, hidden_sizes=(32, 32))
-    quick("LQ-v0", gamma=0.8, buffer_size=5000, **changes)
-    obs, action, q_value, best = solve_lq(gamma=0.8)
-    assert (parts["critic"](obs, action) - q_value).abs().max() < 0.2  # Q* goes from -1.4 to 0
-    assert (parts["actor"].mean(obs) - best).abs().max() < 0.2  # pi* goes from -0.7 to 0.7
-
-
 # ------------------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("caps", ["caps_temporal", "caps_spatial"])
 def test_caps_is_added_to_the_loss_of_the_actor(caps, parts, record):
@@ -296,22 +174,6 @@ def test_updates_per_step(ratio, parts, record):
     }
 
 
-def test_actions_live_on_the_unit_cube_and_reach_the_environment_in_its_bounds(parts):
-    quick("Box", total_timesteps=200, batch_size=64)
-    stored = parts["buffer"].action[parts["buffer"].valid].reshape(-1, 2)
-    sent = np.array(Boxes.actions)
-    for action in stored * [2, 2] + [1, 0]:  # what the environment was sent
-        assert np.abs(sent - action).sum(axis=1).min() < 1e-5
-    assert len(stored) == 200 and np.abs(stored).max() <= 1
-    assert sent[:, 1].min() < -1.5 and sent[:, 0].max() > 2.5
-
-
-def test_environments_explore_apart(parts):
-    quick("Ones", num_envs=4, total_timesteps=200, learning_starts=4)  # all observe the same
-    actions = parts["buffer"].action[parts["buffer"].valid].reshape(-1, 4)[1:]
-    assert np.abs(actions[:, 1:] - actions[:, :1]).min() > 0
-
-
 @pytest.mark.parametrize("env, noise_steps", [("Ones", 1), ("Ones", 4), ("Boundary", 4)])
 def test_noise_is_kept_for_noise_steps_and_drawn_anew_for_each_segment(env, noise_steps, monkeypatch, record):
     """Of the actor's noise and of the random actions at first; a segment starts at step 66."""
@@ -331,12 +193,6 @@ def test_noise_is_kept_for_noise_steps_and_drawn_anew_for_each_segment(env, nois
     assert kept == wanted if env == "Ones" else all(kept[t] for t in range(16) if wanted[t])
 
 
-def test_n_step_reaches_the_buffer(record):
-    samples = record(sac.ReplayBuffer, "sample")
-    quick("Boundary", n_step=3, gamma=0.5)
-    assert {x for _, batch in samples for x in batch["discount"].tolist()} == {0, 0.5, 0.25, 0.125}
-
-
 def test_learning_rates_are_given_and_fall_to_0_if_asked(parts):
     rates = lambda: [
         round(float(parts[f"{part}_optimizer"].param_groups[0]["lr"]), 6)
@@ -348,45 +204,7 @@ def test_learning_rates_are_given_and_fall_to_0_if_asked(parts):
     assert rates() == [0, 0, 0]
 
 
-def test_wrong_input_ends_in_one_clear_line(capsys, monkeypatch):
-    spaces = ("--env-id", "probe_envs:Spaces-v0", "--env-kwargs")
-    cases = {
-        (*spaces, '{"action": "multi_binary"}'): "ppo.py",
-        (*spaces, '{"action": "half_bounded"}'): "ppo.py",
-        ("--env-id", "CartPole-v1", "--caps-temporal", "1"): "--caps-temporal",
-        ("--env-id", "Pendulum-v1", "--alpha", "0"): "--no-auto-alpha",
-        ("--env-id", "Pendulum-v1", "--buffer-size", "2000000"): "--buffer-size",
-    }
-    monkeypatch.setattr(sac, "free_memory", lambda device: 1e6)
-    for words, hint in cases.items():
-        monkeypatch.setattr("sys.argv", ["sac.py", *words])
-        with pytest.raises(SystemExit) as stop:
-            sac.main()
-        said = capsys.readouterr().err
-        assert stop.value.code == 2 and said.count("\n") == 1 and hint in said, said
-
-
 def test_images_and_choices_are_learned_from(parts):
     quick("Spaces", env_kwargs=dict(obs="small", action="discrete_start"), total_timesteps=40)
     assert any(isinstance(layer, torch.nn.Conv2d) for layer in parts["critic"].encoder)
     assert all(torch.isfinite(x).all() for x in checkpoint()["agent"].values())
-
-
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
-def test_checkpoints_with_and_without_compile_load_in_each_other():
-    for compiled in (False, True):
-        run = f"run{compiled}"
-        quick("Walk", run_dir=run, compile=compiled, total_timesteps=40)
-        before = checkpoint(run)["agent"]
-        args = sac.parse_args(["--resume", run])
-        sac.train(sac.replace(args, total_timesteps=48, compile=not compiled))
-        after = checkpoint(run)["agent"]
-        assert before.keys() == after.keys() and not equal(before, after)
-
-
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_sac_learns_pendulum(seed):
-    args = sac.parse_args(["--env-id", "Pendulum-v1", "--run-dir", "run", "--seed", str(seed)])
-    fast = dict(total_timesteps=12_000, learning_starts=400, batch_size=64, gamma=0.95, tau=0.01)
-    fast |= dict(learning_rate=2e-3, eval_every=1000, checkpoint_every=0, stop_return=-200)
-    assert sac.train(sac.replace(args, **fast)).mean() >= -200
