@@ -146,23 +146,27 @@ def test_critic_learns_the_endless_sum_where_episodes_are_only_truncated(monkeyp
     assert value == pytest.approx(1 / (1 - 0.9), rel=0.03), "the sum of ten steps is 6.5 at most"
 
 
-def test_every_pass_of_the_critic_sees_every_step_once_and_its_learning_rate_is_its_own(monkeypatch):
-    values, rates = recorder(monkeypatch, vpg.ActorCritic, "value"), []
+@pytest.fixture
+def rates():
+    """The learning rate of each step of an optimizer from now on."""
+    rates = []
     look = lambda optimizer, *_: rates.append(optimizer.param_groups[0]["lr"])
     hook = register_optimizer_step_pre_hook(look)
-    quick("Ones", value_epochs=3, value_minibatches=4, total_timesteps=1, learning_rate=0.5, critic_lr=0.1)
+    yield rates
     hook.remove()
+
+
+def test_every_pass_of_the_critic_sees_every_step_once_and_its_learning_rate_is_its_own(monkeypatch, rates):
+    values = recorder(monkeypatch, vpg.ActorCritic, "value")
+    quick("Ones", value_epochs=3, value_minibatches=4, total_timesteps=1, learning_rate=0.5, critic_lr=0.1)
     assert rates == [0.5] + 12 * [0.1]
     sizes = [len(call.args[1]) for call in values[2:]]
     assert sizes == [10] * 12 and len(values[0].args[1]) == 40
 
 
-def test_no_critic_learns_without_the_baseline_value(monkeypatch):
-    steps = []
-    hook = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+def test_no_critic_learns_without_the_baseline_value(rates):
     quick("Ones", baseline="mean", total_timesteps=100)
-    hook.remove()
-    assert len(steps) == len(progress()) == 3 and "loss/value" not in progress()[-1]
+    assert len(rates) == len(progress()) == 3 and "loss/value" not in progress()[-1]
 
 
 @pytest.mark.parametrize("softplus", [False, True])
