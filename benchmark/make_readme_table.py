@@ -123,7 +123,8 @@ def speeds(algo: str, folder: Path) -> str:
         torch_threads = "" if threads == "0" else f", {threads} thread{'s' if threads != '1' else ''}"
         if kind == "speed":
             peer = "" if TASKS[task].peer == SB3 else f" {TASKS[task].peer.upper()}"
-            lines.append(f"{TASKS[task].env_id} {middle:.2f}×{peer}{torch_threads}")
+            what = task[task.index(TASKS[task].env_id) :].removesuffix(f" {TASKS[task].peer}")
+            lines.append(f"{what} {middle:.2f}×{peer}{torch_threads}")
         else:
             seconds = statistics.median(pair[OURS] for pair in measured.values())
             lines.append(f"{task} solved {seconds:.0f} s after the command")

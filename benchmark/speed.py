@@ -43,6 +43,7 @@ class Task(NamedTuple):
     warmup: int  # rollouts before them
     threads: int  # of torch; 0: torch decides
     peer: str = SB3
+    learning_starts: int | None = None  # steps before the first update of DQN; None: as DQN says
 
 
 # Networks: 64x64 tanh, actor and critic apart; on Pong the Nature CNN with 512 features, shared. Nothing but
@@ -67,6 +68,10 @@ TASKS = {
     "a2c ALE/Pong-v5": Task("a2c", "ALE/Pong-v5", 16, 5, 1, 1, window=100, warmup=25, threads=0),
     "dqn CartPole-v1": Task("dqn", "CartPole-v1", 1, 10, 1, 1, window=2000, warmup=210, threads=1),
     "dqn ALE/Pong-v5": Task("dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=1000, warmup=275, threads=0),
+    # 100,000 random steps fill the buffer: for the memory, and for the speed of what is not learning.
+    "dqn ALE/Pong-v5 filling": Task(
+        "dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=24_900, warmup=100, threads=0, learning_starts=200_000
+    ),
 }
 ACTOR_CRITIC = "sac", "ddpg_td3"  # one step and one update are one rollout of theirs
 for name, task in list(TASKS.items()):
@@ -79,6 +84,11 @@ DQN = {
 SOLVE = dict(
     env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
 )
+
+
+def dqn_settings(task: Task) -> dict:
+    changes = {} if task.learning_starts is None else {"learning_starts": task.learning_starts}
+    return DQN[task.env_id] | changes
 
 
 def call(words: list[str]) -> tuple[str, float, float]:
@@ -120,7 +130,7 @@ def speed_of_ours(task: Task) -> dict:
         words += ["--batch-size", "256", "--learning-starts", "1000", "--updates-per-step", "1"]
         words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "0"]
     elif task.algo == "dqn":
-        words += [f"--{name.replace('_', '-')}={value}" for name, value in DQN[task.env_id].items()]
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in dqn_settings(task).items()]
         words += [f"--train-every={task.num_steps}", "--updates-per-train=1"]
         words += ["--exploration-fraction=0.5", "--epsilon-end=0.05"]
         words += ["--hidden-sizes", *(["512"] if task.env_id.startswith("ALE/") else ["120", "84"])]
@@ -236,7 +246,7 @@ def peer(request: dict) -> dict:
         algorithm = {"sac": library.SAC, "ddpg_td3": library.TD3}[task.algo]
         model = algorithm(batch_size=256, learning_starts=1000, **layers, **same)
     elif task.algo == "dqn":
-        sizes = DQN[env_id].copy()
+        sizes = dqn_settings(task)
         model = library.DQN(
             train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5,
             target_update_interval=sizes.pop("target_update_every"),
@@ -291,7 +301,8 @@ def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list
             row["steps_per_second"] = round(row["steps_per_second"], 1) if kind == "speed" else ""
             rows.append(row)
             solved = "" if row.get("solved", True) else " NOT SOLVED"
-            print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}", flush=True)
+            memory = f", {row['memory_gb']:.2f} GB" if "memory_gb" in row else ""
+            print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}{memory}", flush=True)
     ours, theirs = ([row[unit] for row in rows if row["library"] == library] for library in sides)
     ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
     middle = statistics.median
