@@ -32,6 +32,14 @@ PONG = (
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
 
+# Smaller networks and batches than TUNED has: seven variants on five seeds, in two hours of one core.
+ABLATION = ("--hidden-sizes", "128", "128", "--batch-size", "64", "--eval-every", "10000")
+VARIANTS = {
+    "plain": (), "double": ("--double",), "dueling": ("--dueling",), "noisy": ("--noisy",),
+    "3_step": ("--n-step", "3"), "per": ("--per",),
+    "all": ("--double", "--dueling", "--noisy", "--n-step", "3", "--per"),
+}  # fmt: skip
+
 SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
     "smoke": [
@@ -117,6 +125,11 @@ SUITES = {
         Cell("dqn", "Acrobot-v1", 100_000, seeds=5, bar=-77),
         Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
+    ],
+    # The six variants and all of them together.
+    "dqn_ablation": [
+        Cell("dqn", "LunarLander-v3", 100_000, 5, None, (*ABLATION, *flags), name)
+        for name, flags in VARIANTS.items()
     ],
     "policy_gradient": [
         Cell("reinforce", "CartPole-v1", 200_000, seeds=5, bar=475),
