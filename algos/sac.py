@@ -110,7 +110,7 @@ TUNED = {
                                      hidden_sizes=(64, 64), auto_alpha=False, alpha=0.1, noise_steps=16,
                                      eval_every=5_000),
     "LunarLanderContinuous-v3": dict(total_timesteps=200_000, learning_starts=10_000, learning_rate=7.3e-4,
-                                     anneal_lr=True, tau=0.01, hidden_sizes=(64, 64), batch_size=128),
+                                     anneal_lr=True, tau=0.01, n_step=3, hidden_sizes=(64, 64), batch_size=128),
     "BipedalWalker-v3": dict(total_timesteps=500_000, learning_starts=10_000, learning_rate=7.3e-4,
                              gamma=0.98, tau=0.02, buffer_size=300_000, eval_every=50_000),
     "mujoco": dict(learning_starts=10_000, eval_every=20_000, checkpoint_every=100_000, torch_threads=2),
