@@ -244,7 +244,7 @@ def explore(old_noise, kind, std):
     return fresh if kind == "gaussian" else 0.85 * old_noise + fresh
 
 
-def gradient_step(loss, optimizer, max_norm=0.0):
+def gradient_step(loss, optimizer, max_norm=0.0):  # 0: never clipped
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()

@@ -438,9 +438,8 @@ def train(args: Args) -> np.ndarray:
         if args.normalize_obs:
             agent.obs_norm.update(to_tensor(obs, device))
 
-        learning_rate = args.learning_rate * (1 - fraction if args.anneal_lr else 1.0)
-
         # Learn. Each environment step has its turn, so that the intervals are exact for any num_envs.
+        learning_rate = args.learning_rate * (1 - fraction if args.anneal_lr else 1.0)
         for step in range(run.env_steps - args.num_envs + 1, run.env_steps + 1):
             if step < args.learning_starts:
                 continue

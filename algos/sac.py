@@ -300,7 +300,7 @@ def critic_loss(q_value, td_target):
     return (q_value - td_target).square().mean(dim=-1).sum()
 
 
-def gradient_step(loss, optimizer, max_norm=0.0):
+def gradient_step(loss, optimizer, max_norm=0.0):  # 0: never clipped
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     optimizer.zero_grad()

@@ -32,7 +32,7 @@ PONG = (
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
 
-# Smaller networks and batches than TUNED has: seven variants on five seeds, in two hours of one core.
+# Smaller networks and batches than TUNED has, for seven variants on five seeds.
 ABLATION = ("--hidden-sizes", "128", "128", "--batch-size", "64", "--eval-every", "10000")
 VARIANTS = {
     "plain": (), "double": ("--double",), "dueling": ("--dueling",), "noisy": ("--noisy",),

@@ -137,11 +137,21 @@ def test_n_step_reaches_the_buffer(quick, record):
     assert discounts == {0, 0.5, 0.25, 0.125}
 
 
-def test_normalize_obs_reaches_the_actor(quick, parts):
+def test_actor_and_critics_see_normalized_observations_and_no_others(quick, parts, record):
+    script = quick.script
+    samples = record(script.ReplayBuffer, "sample")
+    seen = {network: record(network, "forward") for network in (script.Actor, script.Critic)}
     quick("Boundary", normalize_obs=True)
     norm = parts["actor"].obs_norm
+    batches = [batch for _, batch in samples[-2:]]  # two environments: two updates since norm last changed
     assert norm.count == 96 and norm.var.max() > 1
     assert torch.equal(checkpoint()["agent"]["obs_norm.mean"], norm.mean)
+    allowed = [norm(batch[name]) for batch in batches for name in ("obs", "next_obs")]
+    assert not torch.equal(allowed[0], batches[0]["obs"])
+    for calls in seen.values():
+        given = [arguments[1] for arguments, _ in calls if len(arguments[1]) == len(batches[0]["obs"])][-2:]
+        for x in given:
+            assert any(torch.equal(x, y) for y in allowed)
 
 
 SPACES = "probe_envs:Spaces-v0", "--env-kwargs"
