@@ -277,14 +277,13 @@ def summary(finals: dict[Cell, list[float]]) -> str:
 
 
 def main() -> int:
-    algos = sorted({cell.algo for cells in SUITES.values() for cell in cells})
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
         "--suite", required=True, choices=SUITES, help="the cells to run (benchmark/suites.py)"
     )
-    parser.add_argument("--algos", nargs="+", choices=algos, help="only these algorithms of the suite")
+    parser.add_argument("--algos", nargs="+", help="only these algorithms of the suite, as dqn or dqn-4_step")
     parser.add_argument("--envs", nargs="+", help="only these environments of the suite")
     parser.add_argument("--seeds", type=int, help="seeds 1 to N; default: what the suite says of each cell")
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time; more than cores is slower")
@@ -293,13 +292,15 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
     args = parser.parse_args()
-    cells = [cell for cell in SUITES[args.suite] if cell.algo in (args.algos or algos)]
-    known = {cell.env_id for cell in cells}
-    if unknown := set(args.envs or ()) - known:
-        parser.error(f"--envs {' '.join(sorted(unknown))}: suite {args.suite} has {' '.join(sorted(known))}")
+    cells = SUITES[args.suite]
+    for option, keys in (("algos", lambda cell: {cell.algo, cell.name}), ("envs", lambda cell: {cell.env_id})):
+        known, wanted = set().union(*map(keys, cells)), set(getattr(args, option) or ())
+        if wanted - known:
+            has = f"suite {args.suite} has {' '.join(sorted(known))}"
+            parser.error(f"--{option} {' '.join(sorted(wanted - known))}: {has}")
+        cells = [cell for cell in cells if not wanted or keys(cell) & wanted]
     if min(args.jobs, args.final_episodes, 1 if args.seeds is None else args.seeds) < 1:
         parser.error("--jobs, --seeds and --final-episodes must be at least 1")
-    cells = [cell for cell in cells if not args.envs or cell.env_id in args.envs]
     seeds = lambda cell: range(1, (args.seeds or cell.seeds) + 1)
     jobs = [(cell, seed, args.runs.resolve(), args.final_episodes) for cell in cells for seed in seeds(cell)]
     finals, failed, start = {cell: [] for cell in cells}, 0, time.monotonic()
