@@ -293,7 +293,10 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
     args = parser.parse_args()
     cells = SUITES[args.suite]
-    for option, keys in (("algos", lambda cell: {cell.algo, cell.name}), ("envs", lambda cell: {cell.env_id})):
+    for option, keys in (
+        ("algos", lambda cell: {cell.algo, cell.name}),
+        ("envs", lambda cell: {cell.env_id}),
+    ):
         known, wanted = set().union(*map(keys, cells)), set(getattr(args, option) or ())
         if wanted - known:
             has = f"suite {args.suite} has {' '.join(sorted(known))}"
