@@ -143,6 +143,30 @@ def test_failed_seed_is_reported_with_its_reason(tmp_path):
         run.run_seed(cell, 1, tmp_path, 5)
 
 
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ("--algos dqn --envs ALE/Pong-v5", ["dqn", "dqn-4_step"]),
+        ("--algos dqn-4_step", ["dqn-4_step"]),
+        ("--algos dqn-5_step", "--algos dqn-5_step: suite dqn_pong has dqn dqn-4_step"),
+        ("--envs ALE/Pong-v4", "--envs ALE/Pong-v4: suite dqn_pong has ALE/Pong-v5"),
+    ],
+)
+def test_algorithms_variants_and_environments_of_a_suite_can_be_chosen(words, names, monkeypatch, capsys):
+    import run
+
+    started = []
+    monkeypatch.setattr(run, "run_local", lambda jobs, _: started.extend(jobs) or ())
+    monkeypatch.setattr(sys, "argv", ["run.py", "--suite", "dqn_pong", "--seeds", "1", *words.split()])
+    if isinstance(names, str):
+        with pytest.raises(SystemExit):
+            run.main()
+        assert names in capsys.readouterr().err
+    else:
+        assert run.main() == 0
+        assert [cell.name for cell, *_ in started] == names
+
+
 def test_rows_of_one_seed_replace_only_their_own(tmp_path):
     import run
 
