@@ -32,8 +32,6 @@ PONG = (
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
 
-# Smaller networks and batches than TUNED has, for seven variants on five seeds.
-ABLATION = ("--hidden-sizes", "128", "128", "--batch-size", "64", "--eval-every", "10000")
 VARIANTS = {
     "plain": (), "double": ("--double",), "dueling": ("--dueling",), "noisy": ("--noisy",),
     "3_step": ("--n-step", "3"), "per": ("--per",),
@@ -128,7 +126,7 @@ SUITES = {
     ],
     # The six variants and all of them together.
     "dqn_ablation": [
-        Cell("dqn", "LunarLander-v3", 100_000, 5, None, (*ABLATION, *flags), name)
+        Cell("dqn", "LunarLander-v3", 100_000, 5, None, ("--eval-every", "10000", *flags), name)
         for name, flags in VARIANTS.items()
     ],
     "policy_gradient": [
