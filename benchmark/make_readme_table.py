@@ -97,7 +97,9 @@ def results_table(algo: str, folder: Path) -> str:
     ]
     for cell, scores in finals(algo, folder):
         mean = statistics.mean(scores)
-        ours = f"{number(mean, mean)} ± {number(statistics.pstdev(scores), mean)}"
+        ours = number(mean, mean)
+        if len(scores) > 1:
+            ours += f" ± {number(statistics.stdev(scores), mean)}"
         bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
         lines.append(
             f"| {title(cell)} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"

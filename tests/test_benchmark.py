@@ -297,6 +297,19 @@ def test_table_of_the_readme_is_checked_and_written(folders, tmp_path):
     assert check().returncode == 2
 
 
+@pytest.mark.parametrize(
+    ("scores", "shown"),
+    [([481.0, 490.0, 499.0], "490.0 ± 9.0"), ([490.0], "490.0"), ([0.25, 0.75], "0.500 ± 0.354")],
+)
+def test_table_of_a_page_shows_the_deviation_between_seeds(scores, shown, monkeypatch, tmp_path):
+    import make_readme_table
+
+    cell = make_readme_table.SUITES["ppo"][0]
+    monkeypatch.setattr(make_readme_table, "finals", lambda *_: [(cell, scores)])
+    row = make_readme_table.results_table("ppo", tmp_path).splitlines()[-1]
+    assert row.startswith(f"| CartPole-v1 | 100k | {len(scores)} | {shown} | 475 |")
+
+
 def test_readme_and_docs_show_what_was_measured():
     done = subprocess.run(command("make_readme_table.py", "--check"), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
