@@ -121,9 +121,9 @@ TUNED = {
                            gamma=0.98, n_step=4, train_every=16, updates_per_train=8, target_update_every=600,
                            exploration_fraction=0.2, epsilon_end=0.07, hidden_sizes=(128, 128),
                            normalize_obs=True),
-    "LunarLander-v3": dict(total_timesteps=300_000, learning_rate=6.3e-4, train_every=4, updates_per_train=4,
-                           target_update_every=250, exploration_fraction=0.12, epsilon_end=0.1,
-                           hidden_sizes=(128, 128), eval_every=25_000),
+    "LunarLander-v3": dict(total_timesteps=300_000, learning_rate=6.3e-4, n_step=3, train_every=4,
+                           updates_per_train=4, target_update_every=1_000, exploration_fraction=0.12,
+                           epsilon_end=0.05, hidden_sizes=(128, 128), eval_every=25_000),
     # after CleanRL's settings for Atari
     "atari": dict(total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
                   learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,

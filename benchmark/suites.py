@@ -32,10 +32,11 @@ PONG = (
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
 
+ONE_STEP = ("--n-step", "1")
 VARIANTS = {
-    "plain": (), "double": ("--double",), "dueling": ("--dueling",), "noisy": ("--noisy",),
-    "3_step": ("--n-step", "3"), "per": ("--per",),
-    "all": ("--double", "--dueling", "--noisy", "--n-step", "3", "--per"),
+    "plain": ONE_STEP, "double": (*ONE_STEP, "--double"), "dueling": (*ONE_STEP, "--dueling"),
+    "noisy": (*ONE_STEP, "--noisy"), "3_step": ("--n-step", "3"), "per": (*ONE_STEP, "--per"),
+    "all": ("--n-step", "3", "--double", "--dueling", "--noisy", "--per"),
 }  # fmt: skip
 
 SUITES = {
