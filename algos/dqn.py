@@ -112,7 +112,7 @@ class Args:
 
 
 TUNED = {
-    # after RL Baselines3 Zoo's dqn.yml; on MountainCar and LunarLander with smaller networks
+    # after RL Baselines3 Zoo's dqn.yml; own trials changed MountainCar and LunarLander
     "CartPole-v1": dict(learning_rate=2.3e-3, train_every=256, updates_per_train=128, target_update_every=10),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
                        train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,

@@ -150,6 +150,7 @@ def test_actor_and_critics_see_normalized_observations_and_no_others(quick, part
     assert not torch.equal(allowed[0], batches[0]["obs"])
     for calls in seen.values():
         given = [arguments[1] for arguments, _ in calls if len(arguments[1]) == len(batches[0]["obs"])][-2:]
+        assert len(given) == 2
         for x in given:
             assert any(torch.equal(x, y) for y in allowed)
 
