@@ -26,7 +26,7 @@ LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same cur
 PONG = (
     "--env-kwargs", '{"repeat_action_probability": 0}', "--buffer-size", "100000", "--train-every", "1",
     "--learning-starts", "10000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
-    "--no-anneal-lr", "--eval-every", "25000", "--checkpoint-every", "150000",
+    "--learning-rate", "1.5e-4", "--anneal-lr", "--eval-every", "25000", "--checkpoint-every", "50000",
 )  # fmt: skip
 
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
