@@ -59,11 +59,16 @@ def title(cell) -> str:
     return f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
 
 
-def finals(algo: str, folder: Path) -> list[tuple]:
-    """(cell, final means of its seeds) of every cell that was measured, in the order of the suites."""
+def cells(ablations: bool) -> list:
+    """All cells in the order of the suites, each once, with or without those that only an ablation has."""
+    suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
+    return list(dict.fromkeys(cell for name in suites for cell in SUITES[name]))
+
+
+def finals(algo: str, folder: Path, ablations: bool) -> list[tuple]:
+    """(cell, final means of its seeds) of every cell that was measured."""
     measured = []
-    cells = dict.fromkeys(cell for name, suite in SUITES.items() for cell in suite if name != "smoke")
-    for cell in cells:  # some are in two suites
+    for cell in cells(ablations):
         scores = [
             float(row["eval_return_mean"])
             for row in rows_of(folder / f"{cell.name}__{slug(cell.env_id)}.csv")
@@ -79,9 +84,9 @@ def number(score: float, mean: float) -> str:
 
 
 def results(algo: str, folder: Path) -> str:
-    """One line a cell, for the README."""
+    """One line a cell, for the README, without the ablations."""
     lines = []
-    for cell, scores in finals(algo, folder):
+    for cell, scores in finals(algo, folder, ablations=False):
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = f"{len(scores)} seed{'s' if len(scores) > 1 else ''}"
@@ -95,12 +100,13 @@ def results_table(algo: str, folder: Path) -> str:
         "| environment | steps | seeds | final return, mean ± std over seeds | bar | published |",
         "|---|" + "---|" * 5,
     ]
-    for cell, scores in finals(algo, folder):
+    for cell, scores in finals(algo, folder, ablations=True):
         mean = statistics.mean(scores)
         ours = number(mean, mean)
         if len(scores) > 1:
             ours += f" ± {number(statistics.stdev(scores), mean)}"
-        bar, published = "–" if cell.bar is None else f"{cell.bar:g}", PUBLISHED.get((algo, cell.env_id), "–")
+        bar = "–" if cell.bar is None else f"{cell.bar:g}"
+        published = PUBLISHED.get((algo, cell.env_id), "–") if cell in cells(ablations=False) else "–"
         lines.append(
             f"| {title(cell)} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |"
         )
