@@ -99,8 +99,7 @@ class Args:
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
 
 
-# Own runs: Pendulum, seeds 1 to 3; CartPole, MountainCarContinuous, LunarLanderContinuous, one seed. Others
-# follow RL Baselines3 Zoo's sac.yml; of them only HalfCheetah was run. Its BipedalWalker explores by gSDE.
+# own trials; BipedalWalker (there with gSDE, never run here) and mujoco follow RL Baselines3 Zoo's sac.yml
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, eval_every=2_500),
@@ -415,7 +414,8 @@ def train(args: Args) -> np.ndarray:
 
         # Act and step
         if run.new_segment or run.env_steps // args.num_envs % args.noise_steps == 0:
-            noise, random_action = actor.noise(args.num_envs), envs.action_space.sample()
+            noise = actor.noise(args.num_envs)
+            random_action = envs.action_space.sample() if run.env_steps < args.learning_starts else None
         action = random_action if run.env_steps < args.learning_starts else act(obs, noise)
         run.check_finite(action=action)
         next_obs, reward, terminated, truncated, info = envs.step(action)
