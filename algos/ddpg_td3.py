@@ -110,7 +110,7 @@ PRESETS = {
     "td3": dict(twin_critics=True, policy_delay=2, target_noise=0.2, noise="gaussian"),
 }
 
-# own trials; MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml, which mujoco (with the
+# Own trials; MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml, which mujoco (with the
 # networks of the TD3 paper), LunarLanderContinuous and BipedalWalker follow; the last two never ran here
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),

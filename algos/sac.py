@@ -99,7 +99,7 @@ class Args:
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
 
 
-# own trials; BipedalWalker (there with gSDE, never run here) and mujoco follow RL Baselines3 Zoo's sac.yml
+# Own trials; BipedalWalker (there with gSDE, never run here) and mujoco follow RL Baselines3 Zoo's sac.yml
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, eval_every=2_500),
