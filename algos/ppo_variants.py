@@ -150,7 +150,8 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        return (x / 255 if x.dtype == torch.uint8 else x).contiguous(memory_format=torch.channels_last)
+        pixels = x.to(torch.float32, memory_format=torch.channels_last)
+        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
 
 
 class Trunk(nn.Sequential):
