@@ -337,6 +337,15 @@ def test_sizes_of_the_update_and_of_the_networks(runs, steps):
         assert [layer.out_features for layer in trunk if hasattr(layer, "out_features")] == [5, 7]
 
 
+def test_images_of_bytes_count_as_their_255th_part():
+    image = torch.randint(0, 256, (2, 3, 5, 7), dtype=torch.uint8)
+    out = ppo.Pixels()(image)
+    assert torch.equal(out, image.float() / 255) and out.is_contiguous(memory_format=torch.channels_last)
+    for image in (torch.rand(2, 3, 5, 7), torch.rand(2, 3, 5, 7).to(memory_format=torch.channels_last)):
+        before = image.clone()
+        assert torch.equal(ppo.Pixels()(image), before) and torch.equal(image, before)
+
+
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "silu"])
 def test_activation(activation):
     torch.manual_seed(0)
