@@ -150,8 +150,7 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        pixels = x.to(torch.float32, memory_format=torch.channels_last)
-        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
+        return x.to(torch.float32, memory_format=torch.channels_last) / (255 if x.dtype == torch.uint8 else 1)
 
 
 class Trunk(nn.Sequential):
