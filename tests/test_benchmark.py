@@ -305,9 +305,21 @@ def test_table_of_a_page_shows_the_deviation_between_seeds(scores, shown, monkey
     import make_readme_table
 
     cell = make_readme_table.SUITES["ppo"][0]
-    monkeypatch.setattr(make_readme_table, "finals", lambda *_: [(cell, scores)])
+    monkeypatch.setattr(make_readme_table, "finals", lambda *_, **__: [(cell, scores)])
     row = make_readme_table.results_table("ppo", tmp_path).splitlines()[-1]
     assert row.startswith(f"| CartPole-v1 | 100k | {len(scores)} | {shown} | 475 |")
+
+
+def test_ablations_are_on_the_page_and_not_in_the_readme():
+    import make_readme_table
+
+    results = ROOT / "benchmark/results"
+    page = make_readme_table.results_table("dqn", results)
+    readme = make_readme_table.results("dqn", results)
+    noisy = next(row for row in page.splitlines() if row.startswith("| LunarLander-v3 noisy |"))
+    assert noisy.endswith("| – | – |")  # another length than the published one
+    assert "265.9" in next(row for row in page.splitlines() if row.startswith("| LunarLander-v3 double per |"))
+    assert "double per" in readme and "noisy" not in readme
 
 
 def test_readme_and_docs_show_what_was_measured():
