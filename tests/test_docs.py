@@ -39,7 +39,7 @@ def options(script: Path) -> set[str]:
 def test_readme_has_two_commands_for_a_bare_machine():
     train, test = set_up_lines()
     assert ".venv/bin/python algos/ppo.py --env-id" in train
-    assert test.endswith("&& .venv/bin/python -m pytest")
+    assert test.endswith("&& .venv/bin/python -m pytest -n auto --dist worksteal")
     for line in (train, test):
         assert "-r requirements.txt" in line
 
