@@ -95,13 +95,13 @@ class Args:
     clip_reward: bool = False  # rewards to their sign, for learning only
 
 
-# Own sweeps from RL Baselines3 Zoo's ppo.yml on, results in benchmark/results; MountainCars: one seed only.
+# Acrobot as in SLM-Lab; own sweeps from RL Baselines3 Zoo's ppo.yml on; MountainCars: one seed only.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9),
-    # after SLM-Lab's settings for Acrobot
     "Acrobot-v1": dict(total_timesteps=300_000, num_steps=256, num_minibatches=16, critic_lr=1e-3,
-                       entropy_coef=0.01, normalize_obs=True, normalize_reward=True, eval_every=25_000),
+                       entropy_coef=0.01, normalize_obs=True, normalize_reward=True,
+                       eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=64, learning_rate=1e-3,
                         gamma=0.9),
     "MountainCar-v0": dict(num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, eval_every=50_000,
