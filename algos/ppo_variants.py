@@ -105,7 +105,7 @@ class Args:
     repel_coef: float = 0.1  # c_r
 
 
-# Acrobot as in SLM-Lab; own sweeps from RL Baselines3 Zoo's ppo.yml on; MountainCars: one seed only.
+# Acrobot after SLM-Lab; own sweeps from RL Baselines3 Zoo's ppo.yml on; MountainCars: one seed only.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9),
