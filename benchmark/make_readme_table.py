@@ -80,7 +80,7 @@ def finals(algo: str, folder: Path, ablations: bool) -> list[tuple]:
 
 
 def number(score: float, mean: float) -> str:
-    return f"{score:.1f}" if abs(mean) >= 5 else f"{score:.3f}"  # a return of FrozenLake is at most 1
+    return f"{score:.1f}" if abs(mean) > 1 else f"{score:.3f}"  # a return of FrozenLake is at most 1
 
 
 def results(algo: str, folder: Path) -> str:
