@@ -261,6 +261,19 @@ def q_loss(td_error, loss, weight=None):
     return error.mean() if weight is None else (weight * error).mean()
 
 
+def gradient_step(loss, optimizer, max_norm=0.0):  # 0: never clipped
+    """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = torch.autograd.grad(loss, parameters)
+    grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
+    if max_norm:
+        torch._foreach_mul_(gradients, (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
+    optimizer.step()
+    return grad_norm
+
+
 # ------------------------------------------------------------------------------------------- replay memory
 class SumTree:
     """Masses p_i >= 0 in N leaves, to draw i with probability p_i / sum(p) in O(log N).
@@ -359,8 +372,7 @@ def train(args: Args) -> np.ndarray:
     buffer = ReplayBuffer(args.buffer_size, args.num_envs, obs_space, actions, device, stack)
     priorities = Priorities(buffer, args.per_alpha, args.per_eps) if args.per else None
     graph = args.compile and device.type == "cuda"
-    parameters, max_norm = list(agent.parameters()), args.max_grad_norm or math.inf
-    optimizer = torch.optim.Adam(parameters, eps=args.adam_eps, fused=True)
+    optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
 
     # The best action has the largest advantage; the value of the state, if there is one, is the same for all.
     host_advantage = on_host(agent.obs_norm, agent.trunk, agent.advantage)
@@ -398,10 +410,7 @@ def train(args: Args) -> np.ndarray:
     def update(batch):
         """One gradient step. Nothing in it waits for the device."""
         loss, td_error, q_value = compute_loss(batch)
-        optimizer.zero_grad()
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(parameters, max_norm, foreach=True)
-        optimizer.step()
+        grad_norm = gradient_step(loss, optimizer, args.max_grad_norm)
         return {"loss": loss.detach(), "td_error": td_error, "q_value": q_value, "grad_norm": grad_norm}
 
     if graph:
@@ -411,8 +420,8 @@ def train(args: Args) -> np.ndarray:
     parts = {"target": target, "optimizer": optimizer, "buffer": buffer}
     parts |= {"priorities": priorities} if args.per else {}
     run = Run(args, agent, log_every=args.log_every, **parts)
-    for group in optimizer.param_groups:  # a learning rate in a tensor can change inside a CUDA graph
-        group.update(lr=torch.tensor(args.learning_rate, device=device), capturable=graph)
+    # A learning rate in a tensor can change inside a CUDA graph.
+    optimizer.param_groups[0].update(lr=torch.zeros((), device=device), capturable=graph)
     result = None  # of the last update
     while run.proceed(greedy):
         if run.new_segment:
@@ -457,6 +466,7 @@ def train(args: Args) -> np.ndarray:
         if run.env_steps >= run.next_stop:
             if result is not None:
                 q_value, grad_norm = result["q_value"], result["grad_norm"]
+                max_norm = args.max_grad_norm or math.inf
                 run.log({"loss/q": result["loss"], "loss/td_error": result["td_error"].abs().mean()})
                 run.log({"q/mean": q_value.mean(), "q/max": q_value.max()})
                 run.log({"grad/norm": grad_norm, "grad/norm_clipped": grad_norm.clamp(max=max_norm)})
@@ -715,9 +725,9 @@ class ReplayBuffer:
         """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
         self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
         self.mark(self.row, True)
-        self.write(np.arange(self.num_envs), next_obs if self.stack == 1 else next_obs[:, -1])
+        self.write(slice(None), next_obs if self.stack == 1 else next_obs[:, -1])
 
-    def write(self, envs: np.ndarray, image: np.ndarray) -> None:
+    def write(self, envs: np.ndarray | slice, image: np.ndarray) -> None:
         """Moves these environments on to their next row and puts an observation there."""
         row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
         self.filled = max(self.filled, int(row.max()) + 1)
@@ -751,12 +761,15 @@ class ReplayBuffer:
 
     def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
         """The n-step transitions from these rows."""
-        steps = np.arange(n_step)[:, None]
-        rows = (index + steps * self.num_envs) % self.size  # (n, B)
-        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
-        k = going.sum(0)
-        reward = (gamma**steps * going * self.reward[rows]).sum(0)
-        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
+        if n_step == 1:  # the same as below, in fewer operations
+            k, reward, discount = 1, self.reward[index], gamma * ~self.terminated[index]
+        else:
+            steps = np.arange(n_step)[:, None]
+            rows = (index + steps * self.num_envs) % self.size  # (n, B)
+            going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
+            k = going.sum(0)
+            reward = (gamma**steps * going * self.reward[rows]).sum(0)
+            discount = gamma**k * ~(going & self.terminated[rows]).any(0)
         obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
         device = self.obs.device
         reward, discount = to_tensor(np.stack([reward, discount]), device)

@@ -169,7 +169,8 @@ class StackedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
     def forward(self, x):
-        weight, bias = self.weight[: len(x)], self.bias[: len(x)]  # only the first ones may be asked
+        # Only the first ones may be asked. A slice of all would still cost time in the backward pass.
+        weight, bias = (p if len(x) == len(p) else p[: len(x)] for p in (self.weight, self.bias))
         if weight.shape[2] == 1:  # for one output a sum of products is faster
             return torch.linalg.vecdot(x, weight.mT)[..., None] + bias
         return torch.baddbmm(bias, x, weight)
@@ -302,11 +303,12 @@ def critic_loss(q_value, td_target):
 def gradient_step(loss, optimizer, max_norm=0.0):  # 0: never clipped
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    optimizer.zero_grad()
-    loss.backward(inputs=parameters)
-    grad_norm = nn.utils.get_total_norm([p.grad for p in parameters], foreach=True)
+    gradients = torch.autograd.grad(loss, parameters)
+    grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
     if max_norm:
-        nn.utils.clip_grads_with_norm_(parameters, max_norm, grad_norm, foreach=True)
+        torch._foreach_mul_(gradients, (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
     optimizer.step()
     return grad_norm
 
@@ -393,7 +395,7 @@ def train(args: Args) -> np.ndarray:
         metrics = {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}
         return metrics | {"policy/entropy": entropy, "policy/alpha": alpha.detach()}
 
-    if args.compile and device.type == "cuda":
+    if graph := args.compile and device.type == "cuda":
         update_critic, update_actor = CudaGraph(update_critic), CudaGraph(update_actor)
     elif args.compile:
         compute_critic_loss = torch.compile(compute_critic_loss)
@@ -405,8 +407,7 @@ def train(args: Args) -> np.ndarray:
         buffer=buffer,
     )  # fmt: skip
     for optimizer in learning_rates:  # a learning rate in a tensor can change inside a CUDA graph
-        for group in optimizer.param_groups:
-            group.update(lr=torch.zeros((), device=device), capturable=args.compile and device.type == "cuda")
+        optimizer.param_groups[0].update(lr=torch.zeros((), device=device), capturable=graph)
     while run.proceed(greedy):
         if run.new_segment:
             envs, obs, info = start_segment(args, run.env_steps, envs)
@@ -436,8 +437,7 @@ def train(args: Args) -> np.ndarray:
             continue
         fraction_left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
         for optimizer, learning_rate in learning_rates.items():
-            for group in optimizer.param_groups:
-                group["lr"].fill_(learning_rate * fraction_left)
+            optimizer.param_groups[0]["lr"].fill_(learning_rate * fraction_left)
         done_before = int(args.updates_per_step * (run.env_steps - args.num_envs))
         for _ in range(done_before, int(args.updates_per_step * run.env_steps)):
             batch = buffer.sample(args.batch_size, args.gamma, args.n_step)
@@ -698,9 +698,9 @@ class ReplayBuffer:
         """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
         self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
         self.mark(self.row, True)
-        self.write(np.arange(self.num_envs), next_obs if self.stack == 1 else next_obs[:, -1])
+        self.write(slice(None), next_obs if self.stack == 1 else next_obs[:, -1])
 
-    def write(self, envs: np.ndarray, image: np.ndarray) -> None:
+    def write(self, envs: np.ndarray | slice, image: np.ndarray) -> None:
         """Moves these environments on to their next row and puts an observation there."""
         row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
         self.filled = max(self.filled, int(row.max()) + 1)
@@ -734,12 +734,15 @@ class ReplayBuffer:
 
     def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
         """The n-step transitions from these rows."""
-        steps = np.arange(n_step)[:, None]
-        rows = (index + steps * self.num_envs) % self.size  # (n, B)
-        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
-        k = going.sum(0)
-        reward = (gamma**steps * going * self.reward[rows]).sum(0)
-        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
+        if n_step == 1:  # the same as below, in fewer operations
+            k, reward, discount = 1, self.reward[index], gamma * ~self.terminated[index]
+        else:
+            steps = np.arange(n_step)[:, None]
+            rows = (index + steps * self.num_envs) % self.size  # (n, B)
+            going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
+            k = going.sum(0)
+            reward = (gamma**steps * going * self.reward[rows]).sum(0)
+            discount = gamma**k * ~(going & self.terminated[rows]).any(0)
         obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
         device = self.obs.device
         reward, discount = to_tensor(np.stack([reward, discount]), device)
