@@ -295,14 +295,14 @@ class SumTree:
         for level in self.levels:
             level.reshape(-1)[index] = mass
             index = index // self.WIDTH
-            mass = level[index].sum(axis=1)
+            mass = level.take(index, axis=0).sum(axis=1)
 
     def find(self, share: np.ndarray) -> np.ndarray:
         """The leaves (B,) in which these shares (B,) of the total mass lie, all from [0, 1)."""
         batch, node = np.arange(len(share)), np.zeros(len(share), dtype=np.int64)
         mass = share * self.levels[-1].sum()
         for level in self.levels[::-1]:
-            sums = level[node].cumsum(axis=1)  # (B, WIDTH)
+            sums = level.take(node, axis=0).cumsum(axis=1)  # (B, WIDTH)
             mass = np.minimum(mass, np.nextafter(sums[:, -1], 0))  # rounding must not lead to an empty leaf
             child = (sums > mass[:, None]).argmax(axis=1)
             mass -= sums[batch, child - 1] * (child > 0)  # what lies to the left
@@ -761,15 +761,12 @@ class ReplayBuffer:
 
     def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
         """The n-step transitions from these rows."""
-        if n_step == 1:  # the same as below, in fewer operations
-            k, reward, discount = 1, self.reward[index], gamma * ~self.terminated[index]
-        else:
-            steps = np.arange(n_step)[:, None]
-            rows = (index + steps * self.num_envs) % self.size  # (n, B)
-            going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
-            k = going.sum(0)
-            reward = (gamma**steps * going * self.reward[rows]).sum(0)
-            discount = gamma**k * ~(going & self.terminated[rows]).any(0)
+        steps = np.arange(n_step)[:, None]
+        rows = (index + steps * self.num_envs) % self.size  # (n, B)
+        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
+        k = going.sum(0)
+        reward = (gamma**steps * going * self.reward[rows]).sum(0)
+        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
         obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
         device = self.obs.device
         reward, discount = to_tensor(np.stack([reward, discount]), device)

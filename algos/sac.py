@@ -734,15 +734,12 @@ class ReplayBuffer:
 
     def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
         """The n-step transitions from these rows."""
-        if n_step == 1:  # the same as below, in fewer operations
-            k, reward, discount = 1, self.reward[index], gamma * ~self.terminated[index]
-        else:
-            steps = np.arange(n_step)[:, None]
-            rows = (index + steps * self.num_envs) % self.size  # (n, B)
-            going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
-            k = going.sum(0)
-            reward = (gamma**steps * going * self.reward[rows]).sum(0)
-            discount = gamma**k * ~(going & self.terminated[rows]).any(0)
+        steps = np.arange(n_step)[:, None]
+        rows = (index + steps * self.num_envs) % self.size  # (n, B)
+        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
+        k = going.sum(0)
+        reward = (gamma**steps * going * self.reward[rows]).sum(0)
+        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
         obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
         device = self.obs.device
         reward, discount = to_tensor(np.stack([reward, discount]), device)
