@@ -150,7 +150,7 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        return x.to(torch.float32, memory_format=torch.channels_last) / (255 if x.dtype == torch.uint8 else 1)
+        return x.float(memory_format=torch.channels_last).div_(255 if x.dtype == torch.uint8 else 1)
 
 
 class Trunk(nn.Sequential):
@@ -170,7 +170,7 @@ def make_trunk(space, hidden_sizes, activation):
         nature = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
         layers = [Pixels()]
         for channels, kernel, stride in nature if min(space.shape[1:]) >= 36 else [(16, 3, 1), (32, 3, 1)]:
-            layers += [orthogonal(nn.Conv2d(width, channels, kernel, stride)), nn.ReLU()]
+            layers += [orthogonal(nn.Conv2d(width, channels, kernel, stride)), nn.ReLU(inplace=True)]
             width = channels
         layers.append(nn.Flatten())
         width = nn.Sequential(*layers)(torch.zeros(1, *space.shape)).shape[1]
