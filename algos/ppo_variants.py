@@ -150,7 +150,7 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        return x.float(memory_format=torch.channels_last).div_(255 if x.dtype == torch.uint8 else 1)
+        return x.to(memory_format=torch.channels_last).float().div_(255 if x.dtype == torch.uint8 else 1)
 
 
 class Trunk(nn.Sequential):
@@ -495,7 +495,7 @@ def train(args: Args) -> np.ndarray:
         steps = []
         for _ in range(args.update_epochs):
             for rows in torch.randperm(batch_size, device=device).split(batch_size // minibatches):
-                minibatch = {name: column[rows] for name, column in batch.items()}
+                minibatch = {name: column.index_select(0, rows) for name, column in batch.items()}
                 steps.append(update(minibatch))
             if args.target_kl is not None and measure(minibatch)["policy/kl"] > args.target_kl:
                 break
