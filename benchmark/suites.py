@@ -25,10 +25,10 @@ class Cell(NamedTuple):
 LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same curve as 100
 NOT_STICKY = ("--env-kwargs", '{"repeat_action_probability": 0}')
 PONG = (
-    "--buffer-size", "100000", "--learning-starts", "10000", "--epsilon-end", "0.02",
-    "--learning-rate", "2e-4", "--eval-every", "25000", "--checkpoint-every", "50000",
+    "--buffer-size", "100000", "--learning-starts", "10000", "--epsilon-end", "0.02", "--eval-every", "25000",
+    "--checkpoint-every", "50000",
 )  # fmt: skip
-PONG_DQN = (*PONG, "--train-every", "2", "--exploration-fraction", "0.1")
+PONG_DQN = (*PONG, "--train-every", "2", "--exploration-fraction", "0.1", "--learning-rate", "2e-4")
 PONG_4_STEP = (*PONG, "--n-step", "4", "--train-every", "1", "--exploration-fraction", "0.2")
 
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
