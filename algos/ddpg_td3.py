@@ -136,7 +136,8 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        return x.to(memory_format=torch.channels_last).float().div_(255 if x.dtype == torch.uint8 else 1)
+        pixels = x.to(memory_format=torch.channels_last).float()
+        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
 
 
 class Trunk(nn.Sequential):
@@ -168,7 +169,7 @@ def make_trunk(space, hidden_sizes, activation):
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with weights of their own, in one product: inputs (n, B, fan_in) to (n, B, fan_out)."""
+    """n linear layers with their own weights, in one product: (m, B, fan_in) to (m, B, fan_out), m <= n."""
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
@@ -176,8 +177,7 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
-    def forward(self, x):
-        # Only the first ones may be asked. A slice of all would still cost time in the backward pass.
+    def forward(self, x):  # a slice of all weights would cost time in the backward pass
         weight, bias = (p if len(x) == len(p) else p[: len(x)] for p in (self.weight, self.bias))
         if weight.shape[2] == 1:  # for one output a sum of products is faster
             return torch.linalg.vecdot(x, weight.mT)[..., None] + bias

@@ -178,7 +178,8 @@ class Pixels(nn.Module):
     """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
 
     def forward(self, x):
-        return x.to(memory_format=torch.channels_last).float().div_(255 if x.dtype == torch.uint8 else 1)
+        pixels = x.to(memory_format=torch.channels_last).float()
+        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
 
 
 class Trunk(nn.Sequential):

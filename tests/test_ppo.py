@@ -346,6 +346,14 @@ def test_images_of_bytes_count_as_their_255th_part():
         assert torch.equal(ppo.Pixels()(image), before) and torch.equal(image, before)
 
 
+def test_two_networks_can_look_at_the_same_image():
+    """Images of floats that are laid out already are passed on, not copied: nothing may write to them."""
+    image = torch.rand(2, 3, 40, 40).contiguous(memory_format=torch.channels_last)
+    one, two = (ppo.make_trunk(Box(0, 1, (3, 40, 40)), (8,), "tanh") for _ in range(2))
+    (one(image) + two(image)).sum().backward()
+    assert one[1].weight.grad.abs().sum() > 0 and two[1].weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("activation", ["tanh", "relu", "elu", "silu"])
 def test_activation(activation):
     torch.manual_seed(0)
