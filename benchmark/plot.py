@@ -28,7 +28,8 @@ try:
 except ImportError:
     sys.exit("plot.py needs a package that is missing: pip install matplotlib")
 
-COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000"]  # Okabe and Ito 2008
+# Okabe and Ito 2008, with grey in place of their yellow, which is too light on white
+COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
 STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
     "font.size": 10, "axes.titlesize": 11, "axes.formatter.use_mathtext": True, "legend.frameon": False,
