@@ -449,7 +449,8 @@ def test_a_full_disk_costs_a_warning(script, plain, monkeypatch, capsys, error):
 
     monkeypatch.setattr(torch, "save", save)
 
-    def stop(*args, **kwargs):
+    def stop(run):
+        run.writer.close()  # its thread must not outlive the test's folder
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script.module.Run, "close", stop)
