@@ -118,6 +118,11 @@ def make_panels(count: int, width: float, height: float):
     return figure, list(grid.flat[:count])
 
 
+def colours(count: int) -> list:
+    """As many colours, no two the same."""
+    return COLOURS[:count] if count <= len(COLOURS) else list(plt.get_cmap("turbo")(np.linspace(0, 1, count)))
+
+
 def draw(axes, x, strata, label: str, colour: str, statistics=(mean, iqm)) -> None:
     for statistic in statistics:
         estimate, lower, upper = stratified_bootstrap(strata, statistic)
@@ -137,7 +142,7 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
     place = lambda env, total: (env, 0 if together else total)
     panels, joint = sorted({place(env, total) for env, _, total in curves}), defaultdict(list)
     algos = list(dict.fromkeys(algo for _, algo, _ in curves))
-    colour = {algo: COLOURS[i % len(COLOURS)] for i, algo in enumerate(algos)}
+    colour = dict(zip(algos, colours(len(algos)), strict=True))
     share = np.linspace(0, 1, 51)
     for (env_id, algo, total), seeds in sorted(curves.items()):
         steps, returns = on_one_grid(seeds)
@@ -157,8 +162,8 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
                 draw(axes, steps, [returns], label, colour[algo], (mean,) if together else (mean, iqm))
                 if (bar := find_bar(env_id, algo, total)) is not None:
                     bars.setdefault(bar, []).append(colour[algo])
-        for bar, colours in bars.items():
-            shared = colours[0] if len(colours) == 1 else "black"
+        for bar, owners in bars.items():
+            shared = owners[0] if len(owners) == 1 else "black"
             axes.axhline(bar, color=shared, linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
         axes.set(title=where[0], xlabel="environment steps", ylabel="return of the evaluation")
         axes.xaxis.set_major_formatter(steps_label)

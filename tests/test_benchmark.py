@@ -209,6 +209,15 @@ def test_bootstrap_against_values_computed_by_hand():
 
 
 @needs_matplotlib
+@pytest.mark.parametrize("count", [1, 8, 9, 30])
+def test_no_two_curves_of_a_plot_have_one_colour(count):
+    from matplotlib.colors import to_hex
+    from plot import colours
+
+    assert len({to_hex(colour) for colour in colours(count)}) == count
+
+
+@needs_matplotlib
 def test_plots_are_written(folders, tmp_path):
     table, run = folders[1] / "results/ppo__CartPole-v1.csv", folders[1] / f"runs/ppo__CartPole-v1__{TOTAL}/1"
     import plot
