@@ -24,8 +24,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, csv, importlib.util, io, itertools, json, math, multiprocessing, os, platform, random
-import re, shutil, signal, subprocess, sys, threading, time, zipfile
+import atexit, contextlib, csv, importlib.util, io, itertools, json, math, multiprocessing, os, platform
+import random, re, shlex, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -63,7 +63,7 @@ class Args:
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
-    env_kwargs: str = "{}"  # JSON object of arguments for the environment
+    env_kwargs: str = "{}"  # JSON object of arguments for the environment, besides the tuned ones
     num_envs: int = 4  # environments that step together
     async_envs: bool = False  # one process per environment, for slow ones
     max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
@@ -487,12 +487,15 @@ def parse_args(argv: list[str] | None = None) -> Args:
     try:
         with contextlib.redirect_stderr(message):
             summary = __doc__.partition("\n\n")[0]
-            return tyro.cli(Args, args=argv, default=defaults, description=summary)
+            args = tyro.cli(Args, args=argv, default=defaults, description=summary)
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
         text = message.getvalue().partition("For full helptext")[0]
         raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
+    with contextlib.suppress(TypeError, ValueError):  # of what is no JSON object make_envs tells
+        args.env_kwargs = json.dumps(json.loads(defaults.env_kwargs) | json.loads(args.env_kwargs))
+    return args
 
 
 def set_up(args) -> torch.device:
@@ -507,6 +510,8 @@ def set_up(args) -> torch.device:
     for name, value in vars(args).items():
         low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
         high = 1 if name in shares.split() else math.inf
+        if value == ():
+            raise UsageError(f"--{name.replace('_', '-')} is empty: give at least one number")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not low <= number <= high:
                 limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
@@ -530,36 +535,50 @@ def set_up(args) -> torch.device:
 
 def is_image(space: gym.Space) -> bool:
     """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
-    return isinstance(space, Box) and len(space.shape) in (2, 3) and sorted(space.shape)[-2] >= 5
+    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
+        return False
+    return min(space.shape[:2] if channels_last(space) else space.shape[-2:]) >= 5
+
+
+def channels_last(space: Box) -> bool:
+    """Images (H, W, C), not (C, H, W) or (H, W)."""
+    return len(space.shape) == 3 and space.shape[-1] == min(space.shape)
+
+
+def has_image(space: gym.Space) -> bool:
+    """Whether it is one or has one anywhere inside."""
+    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
+    return is_image(space) or any(map(has_image, parts))
 
 
 def standardize(env: gym.Env) -> gym.Env:
     """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
     or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
     name, space, actions = env.spec.id, env.observation_space, env.action_space
-    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
-    if any(map(is_image, parts)):
+    if has_image(space) and not is_image(space):
         raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
     if isinstance(space, Text) or not space.is_np_flattenable:
         raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
     if not is_image(space):
         if not isinstance(space, Box) or len(space.shape) != 1:
             env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype.kind != "f":
+        if env.observation_space.dtype not in (np.float32, np.float64):
             env = gym.wrappers.DtypeObservation(env, np.float32)
-    elif len(space.shape) == 2 or space.shape[-1] == min(space.shape):
+    elif len(space.shape) == 2 or channels_last(space):
         turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
         turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
         env = gym.wrappers.TransformObservation(env, turn, turned)
-    if isinstance(actions, Discrete) and actions.start == 0:
+    if isinstance(actions, Discrete) and actions.start == 0 and actions.dtype == np.int64:
         return env
     if isinstance(actions, Box):
-        low, high = actions.low.ravel(), actions.high.ravel()
+        whole, wide = actions.dtype.kind in "iu", np.result_type(actions.dtype, np.float32)
+        low, high = actions.low.ravel().astype(wide), actions.high.ravel().astype(wide)
         bounded = np.isfinite(low) & np.isfinite(high)
         left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
         center, scale = (left + right) / 2, (right - left) / 2
         unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
-        convert = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
+        cut = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
+        convert = (lambda a: np.rint(cut(a))) if whole else cut
     elif isinstance(actions, (Discrete, MultiDiscrete)):
         unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
         convert = lambda a: a + np.ravel(actions.start)
@@ -571,12 +590,12 @@ def standardize(env: gym.Env) -> gym.Env:
     return gym.wrappers.TransformAction(env, to_env, unit)
 
 
+MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, OSError, AssertionError
+
+
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
     atari = args.env_id.startswith("ALE/")
-    if args.max_episode_steps:  # ale-py counts frames, four to a step
-        limit, frames = ("max_num_frames_per_episode", 4) if atari else ("max_episode_steps", 1)
-        kwargs[limit] = frames * args.max_episode_steps
 
     def make_env() -> gym.Env:
         if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
@@ -588,17 +607,28 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         extra = json.loads(args.env_kwargs)
         if not isinstance(extra, dict):
             raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
+        if args.max_episode_steps and atari:  # ale-py counts frames
+            kwargs["max_num_frames_per_episode"] = extra.get("frameskip", 4) * args.max_episode_steps
+        elif args.max_episode_steps:
+            kwargs["max_episode_steps"] = args.max_episode_steps
         kwargs |= extra
         if atari:
+            if not extra.get("grayscale", True) or extra.get("continuous"):
+                raise TypeError("of Atari games only grayscale images and discrete actions are learned from")
             gym.register_envs(importlib.import_module("ale_py"))
             return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
         if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
             sys.path.append(os.getcwd())
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-    except (gym.error.Error, ImportError, TypeError, json.JSONDecodeError) as error:
+        envs = vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+        if args.async_envs:  # a run that ends early must not leave its workers to complain
+            atexit.register(envs.close)
+        return envs
+    except UsageError:
+        raise
+    except MAKE_ERRORS as error:
         what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
-        raise UsageError(f"cannot make {what}: {' '.join(str(error).split())}") from None
+        raise UsageError(f"cannot make {what}: {' '.join(str(error).split()) or repr(error)}") from None
 
 
 def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -619,6 +649,7 @@ def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.Vecto
     """
     if old_envs is not None:
         old_envs.close()
+        atexit.unregister(old_envs.close)
     seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
     for set_seed in (random.seed, np.random.seed, torch.manual_seed):
         set_seed(seed)
@@ -650,7 +681,7 @@ class RunningNorm(nn.Module):
         self.mean.lerp_(mean, share)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+        return ((x.float() - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
 
 
 HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
@@ -712,7 +743,11 @@ class Film:
     def shoot(self, envs, actions: np.ndarray | None = None) -> None:
         """Takes the frame after actions; without them, that of the reset."""
         if self.twin is None:
-            frame, fps = envs.envs[0].render(), envs.metadata.get("render_fps", 30)
+            frame, fps = None, envs.metadata.get("render_fps") or 30
+            with contextlib.suppress(NotImplementedError):
+                frame = envs.envs[0].render()
+            if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
+                raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
         else:
             start = actions is None
             obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
@@ -726,7 +761,7 @@ class Film:
             self.writer.write(frame)
         if self.args.render:
             cv2.imshow(self.args.env_id, frame)
-            cv2.waitKey(1000 // fps)
+            cv2.waitKey(max(1, round(1000 / fps)))  # 0 would wait for a key
 
     def close(self) -> None:
         if self.writer:
@@ -790,6 +825,15 @@ class Run:
         self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
         self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
         self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
+        self.kept = "no checkpoint yet"
+        limit = args.max_episode_steps or gym.spec(args.env_id.split(":")[-1]).max_episode_steps
+        if not limit and env_family(args.env_id) != "atari":
+            what = "evaluations wait for their episodes to end; --max-episode-steps sets a limit"
+            print(f"{args.env_id} has no time limit: {what}")
+        if args.capture_video or args.render:  # one frame: what cannot be filmed is refused before training
+            with tempfile.TemporaryDirectory() as folder:
+                film = Path(folder) / "0.mp4"
+                evaluate(replace(args, eval_episodes=1, render=False), None, film, stopped=lambda: True)
         if args.resume or args.evaluate:
             self.folder = run_folder(args.resume or args.evaluate)
             self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
@@ -802,10 +846,13 @@ class Run:
             name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
             env = re.sub("[/:]", "-", args.env_id)
             self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
-            if self.folder.exists() and any(self.folder.iterdir()):
-                raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
-            self.folder.mkdir(parents=True, exist_ok=True)
-            shutil.copy(script, self.folder)
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                if any(self.folder.iterdir()):
+                    raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+                shutil.copy(script, self.folder)
+            except OSError as error:
+                raise UsageError(f"cannot write to --run-dir {self.folder}: {error}") from None
         ask = dict(cwd=script.parent, capture_output=True, text=True)
         has_git = shutil.which("git")
         git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
@@ -850,7 +897,7 @@ class Run:
     def load_state_dict(self, state: dict) -> None:
         vars(self).update(state)
 
-    def save(self, path: Path, **parts) -> None:
+    def save(self, path: Path, **parts) -> bool:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         part = path.with_suffix(".part")
         try:
@@ -860,9 +907,29 @@ class Run:
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)
+            return True
         except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
             print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
             part.unlink(missing_ok=True)
+            return False
+
+    def checkpoint(self) -> None:
+        """Saves all that the run depends on, after what it takes for written."""
+        self.tensorboard(SummaryWriter.flush)
+        now = time.perf_counter()
+        self.seconds, self.started_at = self.seconds + now - self.started_at, now
+        self.saved_at = self.env_steps
+        if self.save(self.folder / "checkpoint.pt", **self.parts):
+            self.kept = f"the checkpoint of step {self.env_steps}"
+
+    def tensorboard(self, write) -> None:
+        """Calls write(writer). A full disk ends the writer's thread: the next call begins another file."""
+        try:
+            self.writer = self.writer or SummaryWriter(str(self.folder))
+            write(self.writer)
+        except OSError as error:
+            print(f"warning: TensorBoard's log has a gap, training goes on: {error}", file=sys.stderr)
+            self.writer = None
 
     def load(self, path: Path) -> None:
         try:
@@ -871,7 +938,12 @@ class Run:
             play = bool(self.args.evaluate)  # the agent alone, without reading the rest
             state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
             for name in ["agent"] if play else state:
-                self.parts[name].load_state_dict(state[name])
+                part = self.parts[name]
+                options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
+                part.load_state_dict(state[name])
+                for group, option in zip(getattr(part, "param_groups", ()), options, strict=True):
+                    group.update(option, params=group["params"])  # the command line wins
+            self.kept = f"the checkpoint of step {self.env_steps}"
         except LOAD_ERRORS as error:
             raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
 
@@ -893,7 +965,7 @@ class Run:
         """Stops the run before a NaN or an infinity reaches a checkpoint."""
         for name, value in values.items():
             if not np.isfinite(value).all():
-                where = f"{self.folder} keeps the checkpoint of step {self.saved_at}"
+                where = f"{self.folder} has {self.kept}"
                 raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
 
     def evaluate(self, policy) -> None:
@@ -941,25 +1013,27 @@ class Run:
         self.check_finite(**self.row)
         finished = self.env_steps >= args.total_timesteps
         if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
-            self.evaluate(policy)
+            try:
+                self.evaluate(policy)
+            except Exception:  # of the environment; the training until here is kept
+                if self.started:
+                    self.checkpoint()
+                raise
             if args.stop_return is not None and self.evaluated_at == self.env_steps:
                 finished = finished or self.returns.mean() >= args.stop_return
         stop = self.signal  # read once: one that comes from here on waits for the next call
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
-            self.writer.flush()  # what the checkpoint takes for written is written
-            now = time.perf_counter()
-            self.seconds, self.started_at = self.seconds + now - self.started_at, now
-            self.saved_at = self.env_steps
-            self.save(self.folder / "checkpoint.pt", **self.parts)
+            self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:
             self.episode_return[:], self.episode_length[:] = 0, 0
         self.write_row()
         if stop:
-            name, go_on = signal.Signals(stop).name, f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"{name}: saved at step {self.env_steps}; to go on: {go_on}", file=sys.stderr)
+            go_on = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+            what = f"{signal.Signals(stop).name}: stopped at step {self.env_steps}"
+            print(f"{what}; {self.folder} has {self.kept}; to go on: {go_on}", file=sys.stderr)
             self.close()
             raise SystemExit(128 + stop)
         self.row_time = time.perf_counter()
@@ -989,10 +1063,14 @@ class Run:
             self.columns = []
         scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
-        self.writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
-        for ended_at, return_, length in self.episodes:  # one point per episode
-            self.writer.add_scalar("train/episode_return", return_, ended_at)
-            self.writer.add_scalar("train/episode_length", length, ended_at)
+
+        def write(writer):
+            writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
+            for ended_at, return_, length in self.episodes:  # one point per episode
+                writer.add_scalar("train/episode_return", return_, ended_at)
+                writer.add_scalar("train/episode_length", length, ended_at)
+
+        self.tensorboard(write)
         if self.tracker:
             self.tracker.log(self.row, step=step)
         text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
@@ -1018,7 +1096,7 @@ class Run:
     def close(self) -> np.ndarray:
         """Returns the returns of the last evaluation, one per episode."""
         if not self.args.evaluate:
-            self.writer.close()
+            self.tensorboard(SummaryWriter.close)
             self.bar.close()
             if self.tracker:
                 self.tracker.finish()

@@ -177,13 +177,15 @@ def spaces_observations() -> dict[str, gym.Space]:
     return {
         "vector": Box(-1, 1, (3,), np.float32), "float64": Box(-1, 1, (3,), np.float64),
         "ram": Box(shape=(128,), **byte), "matrix": Box(-1, 1, (12, 9), np.float32),
-        "thin": Box(-1, 1, (3, 2), np.float32),
+        "thin": Box(-1, 1, (3, 2), np.float32), "float16": Box(-1, 1, (3,), np.float16),
+        "cards": Box(0, 1, (8, 4, 13), np.float32), "slice": Box(0, 1, (10, 3, 10), np.float32),
         "discrete": Discrete(5), "discrete_start": Discrete(5, start=3),
         "multi_discrete": MultiDiscrete([3, 4]), "multi_binary": MultiBinary(4),
         "tuple": Tuple(list(pose.values())), "dict": Dict(pose),
         "hwc": Box(shape=(40, 40, 3), **byte), "chw": Box(shape=(3, 40, 40), **byte),
-        "small": Box(shape=(10, 10, 4), **byte),
+        "small": Box(shape=(10, 10, 4), **byte), "bits": Box(0, 1, (10, 9), np.bool_),
         "dict_image": Dict({"camera": Box(shape=(40, 40, 3), **byte), "mode": Discrete(2)}),  # to be refused
+        "nested_image": Dict({"robot": Dict({"camera": Box(shape=(40, 40, 3), **byte)})}),  # to be refused
         "sequence": Sequence(Discrete(3)), "text": Text(5),  # to be refused
     }  # fmt: skip
 
@@ -192,12 +194,14 @@ def spaces_actions() -> dict[str, gym.Space]:
     inf, low, high = np.inf, np.array([-1, -2], np.float32), np.array([3, 2], np.float32)
     return {
         "discrete": Discrete(2), "discrete_start": Discrete(3, start=5),
+        "discrete_int8": Discrete(3, dtype=np.int8),
         "multi_discrete": MultiDiscrete([2, 5, 3]), "multi_discrete_2d": MultiDiscrete([[2, 3], [4, 2]]),
         "multi_discrete_start": MultiDiscrete([2, 5], start=[1, -3]),
         "multi_binary": MultiBinary(3), "multi_binary_2d": MultiBinary([2, 3]),
         "box": Box(low, high), "box_2d": Box(-2, 1, (2, 3), np.float32),
         "box_float64": Box(-3, 5, (2,), np.float64),
-        "unbounded": Box(-inf, inf, (2,), np.float32),
+        "int8": Box(-128, 127, (2,), np.int8), "uint8": Box(100, 250, (2,), np.uint8),
+        "int32": Box(-3, 3, (2,), np.int32), "unbounded": Box(-inf, inf, (2,), np.float32),
         "half_bounded": Box(np.array([0, -inf], np.float32), np.array([inf, 1], np.float32)),
         "dict": Dict({"a": Discrete(2)}), "text": Text(5),  # to be refused
     }  # fmt: skip

@@ -386,7 +386,8 @@ def test_a_signal_saves_and_says_how_to_go_on(script, plain, capsys, name, phase
     if phase == "update":
         hook.remove()
     assert code == 128 + number
-    line = rf"{name}: saved at step (\d+); to go on: python {script.path.name} --resume run\n"
+    saved = r"stopped at step (\d+); run has the checkpoint of step \1"
+    line = rf"{name}: {saved}; to go on: python {script.path.name} --resume run\n"
     step = int(re.fullmatch(line, capsys.readouterr().err)[1])
     step_by_step = script.step_by_step
     stops = range(170 if phase == "rollout" else 64, 193) if step_by_step else (192,)
@@ -424,7 +425,7 @@ def test_a_signal_while_a_row_is_written_saves_at_the_step_it_names(script, monk
 
     monkeypatch.setattr(script.module.Run, "write_row", write_row)
     assert script.main(*script.flags("run", checkpoint_every=10_000)) == 128 + signal.SIGTERM
-    step = int(re.search(r"SIGTERM: saved at step (\d+);", capsys.readouterr().err)[1])
+    step = int(re.search(r"SIGTERM: stopped at step (\d+);", capsys.readouterr().err)[1])
     assert checkpoint()["run"]["env_steps"] == step > late[0]
 
 
@@ -556,6 +557,17 @@ WRONG = {
     "env kwargs are a number": (["--env-kwargs", "3"], "--env-kwargs"),
     "env kwargs are a list": (["--env-kwargs", '["abc"]'], "--env-kwargs object"),
     "env kwargs are an empty list": (["--env-kwargs", "[]"], "--env-kwargs object"),
+    "env kwargs that the environment refuses": (
+        ["--env-id", "LunarLander-v3", "--env-kwargs", '{"gravity": 5}'],
+        "LunarLander-v3 gravity",
+    ),
+    "env kwargs that it does not find": (
+        ["--env-id", "FrozenLake-v1", "--env-kwargs", '{"map_name": "9x9"}'],
+        "FrozenLake-v1 9x9",
+    ),
+    "Atari in colour": (["--env-id", "ALE/Pong-v5", "--env-kwargs", '{"grayscale": false}'], "grayscale"),
+    "folder that cannot be made": (["--run-dir", "/dev/null/run"], "--run-dir /dev/null/run"),
+    "no film": (["--env-id", "probe_envs:LQ-v0", "--capture-video"], "LQ-v0"),
     "unknown flag": (["--lerning-rate", "1"], "--lerning-rate"),
     "flag without value": (["--seed"], "--seed"),
     "word for a number": (["--seed", "one"], "--seed one"),
@@ -571,6 +583,7 @@ WRONG = {
     "learning rate is nan": (["--learning-rate", "nan"], "--learning-rate nan"),
     "negative seed": (["--seed", "-1"], "--seed at least 0"),
     "gamma above 1": (["--gamma", "1.01"], "--gamma 1.01 between 0 and 1"),
+    "no layer": (["--hidden-sizes"], "--hidden-sizes"),
     "empty layer": (["--hidden-sizes", "8", "0"], "--hidden-sizes at least 1"),
     "minibatches that do not divide": (
         ["--num-envs", "2", "--num-steps", "33", "--num-minibatches", "4"],
@@ -587,6 +600,7 @@ WRONG = {
     "trackio is missing": (["--track", "trackio"], "--track trackio pip install trackio"),
     "render without display": (["--render"], "--render display --capture-video"),
     "image in a Dict": (spaces(obs="dict_image"), "Spaces-v0 image Dict"),
+    "image in a Dict in a Dict": (spaces(obs="nested_image"), "Spaces-v0 image Dict"),
     "sequence observations": (spaces(obs="sequence"), "Spaces-v0 Sequence Box"),
     "text observations": (spaces(obs="text"), "Spaces-v0 Text Box"),
     "Dict actions": (spaces(action="dict"), "Spaces-v0 Dict Discrete Box"),
@@ -654,7 +668,7 @@ def test_not_finite_input_stops_the_run(script, capsys, what):
     said = capsys.readouterr().err
     at = "(20[1-9]|2[1-4].)" if script.step_by_step else 256  # at that step or at the end of the rollout
     assert re.fullmatch(
-        rf"{script.path.name}: {what} is not finite at step {at}: .* run keeps the checkpoint of step 128\n",
+        rf"{script.path.name}: {what} is not finite at step {at}: .* run has the checkpoint of step 128\n",
         said,
     )
     state = checkpoint()

@@ -579,7 +579,7 @@ def test_torchrun_with_two_processes_stops_and_resumes_at_a_signal():
             time.sleep(0.05)
         torchrun.send_signal(signal.SIGTERM)
         said = torchrun.communicate(timeout=60)[1]
-    assert f"SIGTERM: saved at step {checkpoint()['run']['env_steps']}; to go on: python " in said
+    assert f"has the checkpoint of step {checkpoint()['run']['env_steps']}; to go on: python " in said
     saved = checkpoint()["run"]["env_steps"]
     assert progress()[-1]["step"] == str(saved)
     es.train(es.replace(es.parse_args(["--resume", "run"]), total_timesteps=saved + 300))

@@ -1,11 +1,17 @@
 """PPO's own tests. What every script must do (seeds, resume, signals, wrong inputs) is tested elsewhere."""
 
 import copy
+import csv
 import json
 import math
 import random
+import shlex
 import shutil
+import subprocess
+import sys
+import time
 from dataclasses import fields
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -19,7 +25,10 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from probe_envs import (
     Boundary,
     Boxes,
+    Broken,
+    Probe,
     Spaces,
+    Walk,
     boundary_length,
     boundary_return,
     boundary_reward,
@@ -372,6 +381,37 @@ def test_loss_is_the_sum_of_its_parts(record):
         assert row["loss/total"] == pytest.approx(parts, abs=1e-5)
 
 
+def test_policy_change_equals_numbers_worked_out_by_hand():
+    ratio = torch.tensor([0.5, 1.0, 1.1, 2.0])
+    change = ppo.policy_change(ratio.log(), torch.zeros(4), clip_coef=0.2)
+    expected = np.mean([r - 1 - math.log(r) for r in (0.5, 1.0, 1.1, 2.0)])
+    assert change["policy/kl"].item() == pytest.approx(expected, abs=1e-6)
+    assert change["policy/clip_fraction"].item() == 0.5
+
+
+def test_explained_variance_and_log_prob_are_what_their_names_say(record, no_evaluation):
+    gae, forwards = record(ppo, "compute_gae"), record(ppo.ActorCritic, "forward")
+    quick("Walk", total_timesteps=32, update_epochs=1, num_minibatches=1)
+    (row,) = progress()
+    value, advantage = gae[0].args[1], gae[0].result
+    error = advantage.var(correction=0) / (advantage + value).var(correction=0)
+    assert float(row["value/explained_variance"]) == pytest.approx(1 - error.item(), rel=1e-4)
+    assert float(row["policy/log_prob"]) == pytest.approx(forwards[-1].result[0].mean().item(), rel=1e-4)
+
+
+def test_torch_takes_the_threads_it_is_given(monkeypatch):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    for threads in (3, 0):
+        ppo.set_up(quick_args("Walk", torch_threads=threads))
+    assert given == [3], "0 leaves it to torch"
+
+
+def test_max_episode_steps_cuts_episodes():
+    quick("Ones", max_episode_steps=5)
+    assert {length for _, length in points()["train/episode_length"]} == {5}
+
+
 def test_kl_is_of_the_update_and_not_of_the_normalizer_that_moves_after_it():
     quick("Walk", learning_rate=0.0, normalize_obs=True)
     for row in progress():
@@ -668,7 +708,7 @@ def test_tuned_settings_are_fields_of_args_with_values_of_their_types():
 
 
 # ------------------------------------------------------------------------------------------------- spaces
-REFUSED = ("dict_image", "sequence", "text", "dict")
+REFUSED = ("dict_image", "nested_image", "sequence", "text", "dict")
 
 
 def smoke(record, **env_kwargs) -> dict[str, torch.Tensor]:
@@ -683,10 +723,11 @@ def smoke(record, **env_kwargs) -> dict[str, torch.Tensor]:
 def test_observations_of_every_space(name, record):
     space = spaces_observations()[name]
     stored = smoke(record, obs=name)["obs"]
-    image = isinstance(space, Box) and len(space.shape) > 1 and name != "thin"
-    byte = image and space.dtype == np.uint8
-    assert stored.dtype == (torch.uint8 if byte else torch.float32), "no float64 reaches a device"
+    image = isinstance(space, Box) and len(space.shape) > 1 and name not in ("thin", "cards", "slice")
+    kept = {np.dtype(np.uint8): torch.uint8, np.dtype(np.bool_): torch.bool} if image else {}
+    assert stored.dtype == kept.get(space.dtype, torch.float32), "no float64 reaches a device"
     shapes = {"matrix": (1, 12, 9), "hwc": (3, 40, 40), "chw": (3, 40, 40), "small": (4, 10, 10)}
+    shapes["bits"] = (1, 10, 9)
     assert stored.shape[2:] == (shapes[name] if image else (gym.spaces.flatdim(space),))
     env = gym.make("probe_envs:Spaces-v0", obs=name)
     flat = space if image else gym.spaces.utils.flatten_space(space)
@@ -700,7 +741,7 @@ def test_observations_of_every_space(name, record):
         assert got.shape == flat.shape
 
 
-@pytest.mark.parametrize("obs", ["hwc", "small", "discrete", "ram"])
+@pytest.mark.parametrize("obs", ["hwc", "small", "bits", "discrete", "ram"])
 def test_normalize_obs_takes_bytes_too(obs, record):
     rollouts = record(ppo.Storage, "to_device")
     kwargs = dict(obs=obs)
@@ -727,6 +768,9 @@ BOXES = {  # action of the policy, what the environment gets
     "box": ([[0.5, -0.5], [2, -9]], [[2, -1], [3, -2]]),
     "box_2d": ([[0, 1, -1, 3, -3, 0.5]], [[[-0.5, 1, -2], [1, -2, 0.25]]]),
     "box_float64": ([[0.5, -5]], [[3, -3]]),
+    "int8": ([[-1, 1], [0, 0.5]], [[-128, 127], [0, 63]]),
+    "uint8": ([[-1, 1], [0, 0.5]], [[100, 250], [175, 212]]),
+    "int32": ([[-1, 1], [-0.5, 0.3]], [[-3, 3], [-2, 1]]),
     "unbounded": ([[-7, 0.25]], [[-7, 0.25]]),
     "half_bounded": ([[-2, 3], [5, -8]], [[0, 1], [5, -8]]),
 }
@@ -791,6 +835,16 @@ def test_checkpoints_with_and_without_compile_load_in_each_other():
 
 
 # ------------------------------------------------------------------------------------------------- Atari
+def test_actions_for_a_box_of_whole_numbers_go_to_the_nearest_one():
+    env = ppo.standardize(gym.make("probe_envs:Spaces-v0", action="int32"))
+    env.reset(seed=0)
+    pushes = np.linspace(-1, 1, 61, dtype=np.float32)
+    for push in pushes:
+        env.step(np.array([push, push]))
+    sent = np.array(Spaces.actions[-61:])[:, 0]
+    assert set(sent) == set(range(-3, 4)) and np.abs(sent - 3 * pushes).max() < 0.501
+
+
 def atari_args(game: str, **changes):
     given = vars(ppo.parse_args(["--env-id", f"ALE/{game}-v5", "--device", "cpu"]))
     small = dict(run_dir="run", num_envs=2, num_steps=8, hidden_sizes=(16,), eval_every=0, eval_episodes=1,
@@ -831,6 +885,16 @@ def test_atari_sticky_actions_are_explicit_logged_and_real():
         envs.close()
     assert np.array_equal(frames[1.0, 2], frames[1.0, 3]), "the first action is repeated for ever"
     assert not np.array_equal(frames[0.0, 2], frames[0.0, 3])
+
+
+@pytest.mark.parametrize("frameskip", [1, 4])
+def test_max_episode_steps_of_atari_counts_steps_of_any_number_of_frames(frameskip):
+    kwargs = json.dumps({"frameskip": frameskip})
+    envs = ppo.make_envs(atari_args("MsPacman", max_episode_steps=20, env_kwargs=kwargs), 1)
+    envs.reset(seed=1)
+    ends = [bool(envs.step(np.array([0]))[3][0]) for _ in range(20)]
+    envs.close()
+    assert ends == [False] * 19 + [True]
 
 
 def test_atari_life_loss_neither_ends_nor_restarts_the_game_and_the_score_is_of_the_whole_game():
@@ -895,6 +959,149 @@ def test_the_film_of_an_atari_game_shows_the_game_that_is_evaluated(sticky, monk
         small = cv2.resize(grey, (84, 84), interpolation=cv2.INTER_AREA)
         assert np.abs(small.astype(int) - seen).max() <= 1
     assert len({frame.tobytes() for frame in frames}) > 40, "and the picture moves"
+
+
+# ------------------------------------------------------------------------- what a user has made is not lost
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the writer's thread
+def test_a_full_disk_costs_tensorboard_a_gap_and_not_the_training(monkeypatch, capsys):
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    write, calls = RecordWriter.write, []
+
+    def fill_up(self, data):
+        calls.append(data)
+        if len(calls) == 8:
+            raise OSError(28, "No space left on device")
+        write(self, data)
+
+    monkeypatch.setattr(RecordWriter, "write", fill_up)
+    quick("Walk", total_timesteps=320, checkpoint_every=64)
+    said = capsys.readouterr().err
+    assert "warning: TensorBoard's log has a gap, training goes on: " in said and "No space left" in said
+    assert [row["step"] for row in progress()] == [str(32 * k) for k in range(1, 11)]
+    assert checkpoint()["run"]["env_steps"] == 320
+    assert points()["loss/total"][-1][0] == 320, "a new file goes on"
+
+
+@pytest.mark.parametrize("eval_every, step", [(0, 96), (64, 64)])
+def test_the_training_is_kept_if_an_evaluation_fails(eval_every, step, runs, monkeypatch):
+    evaluate = ppo.evaluate
+
+    def fail(*given):
+        if runs[-1].env_steps:
+            raise RuntimeError("the simulator has crashed")
+        return evaluate(*given)
+
+    monkeypatch.setattr(ppo, "evaluate", fail)
+    with pytest.raises(RuntimeError, match="simulator"):
+        quick("Walk", eval_every=eval_every)
+    runs[-1].writer.close()
+    monkeypatch.setattr(ppo, "evaluate", evaluate)
+    assert checkpoint()["run"]["env_steps"] == step
+    ppo.train(ppo.parse_args(["--resume", "run"]))
+    assert [row["step"] for row in progress() if "eval/return_mean" in row][-1] == "96"
+
+
+def test_a_stop_tells_which_checkpoint_there_is_and_how_to_go_on_from_it(monkeypatch, capsys):
+    stopped = dict(signal="SIGTERM", after=50)
+    Walk.forget()
+    with pytest.raises(SystemExit):
+        quick("Walk", run_dir="a run", env_kwargs=stopped)
+    said = capsys.readouterr().err
+    assert "a run has the checkpoint of step 64; to go on: " in said
+    assert shlex.split(said)[-2:] == ["--resume", "a run"]
+
+    def refuse(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", refuse)
+    Walk.forget()
+    with pytest.raises(SystemExit):
+        quick("Walk", run_dir="full", env_kwargs=stopped)
+    assert "SIGTERM: stopped at step 64; full has no checkpoint yet; " in capsys.readouterr().err
+    Broken.steps = 0
+    with pytest.raises(FloatingPointError, match="run has no checkpoint yet"):
+        quick("Broken", env_kwargs={"after": 40})
+
+
+def test_what_cannot_be_filmed_is_refused_before_training(monkeypatch):
+    for picture in (np.zeros((48, 64, 3)), np.zeros((48, 64), np.uint8), ["text"], None):
+        monkeypatch.setattr(Probe, "render", lambda _, picture=picture: picture)
+        with pytest.raises(ppo.UsageError, match="Walk-v0 cannot be filmed"):
+            quick("Walk", capture_video=True)
+    monkeypatch.setattr(Probe, "render", gym.Env.render)  # raises NotImplementedError
+    with pytest.raises(ppo.UsageError, match="Walk-v0 cannot be filmed"):
+        quick("Walk", capture_video=True)
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("fps, expected", [(20, 20), (None, 30)])
+def test_a_film_runs_as_fast_as_the_environment_says(fps, expected, monkeypatch):
+    monkeypatch.setitem(Probe.metadata, "render_fps", fps)
+    quick("Walk", capture_video=True)
+    assert cv2.VideoCapture("run/videos/96.mp4").get(cv2.CAP_PROP_FPS) == expected
+
+
+def test_resume_takes_the_options_of_the_optimizer_from_the_command_line():
+    quick("Walk")
+    assert checkpoint()["optimizer"]["param_groups"][0]["eps"] == ppo.Args.adam_eps
+    before = checkpoint()["optimizer"]["state"][0]["step"]
+    flags = ["--resume", "run", "--total-timesteps", "192", "--adam-eps", "0.5"]
+    ppo.train(ppo.parse_args(flags))
+    after = checkpoint()["optimizer"]
+    assert after["param_groups"][0]["eps"] == 0.5 and after["state"][0]["step"] == 2 * before
+
+
+def test_the_arguments_of_the_caller_stay_as_they_are():
+    args = quick_args("Walk", total_timesteps=1)
+    before = copy.copy(args)
+    ppo.train(args)
+    assert args == before
+
+
+def test_wall_time_goes_on_through_a_resume():
+    quick("Walk", total_timesteps=96)
+    first = [float(row["wall_time"]) for row in times()]
+    time.sleep(0.3)  # a pause is not counted
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "192"]))
+    wall = [float(row["wall_time"]) for row in times()]
+    assert wall[:2] == first[:2] and wall[2] == pytest.approx(first[2], abs=0.1)
+    assert (np.diff(wall) > 0).all()
+    speeds = [float(row["speed/steps_per_second"]) for row in times()]
+    assert 0.5 < speeds[1] / (32 / (wall[1] - wall[0])) < 20, "steps per second of rollout and update"
+
+
+def times() -> list[dict[str, str]]:
+    with open("run/progress.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_workers_of_async_environments_end_quietly_when_a_run_is_refused():
+    Path("full").mkdir()
+    Path("full/notes.txt").write_text("mine")
+    words = [sys.executable, ALGOS / "ppo.py", "--async-envs", "--num-envs", "2", "--run-dir", "full"]
+    done = subprocess.run([*words, "--device", "cpu"], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2
+    assert done.stderr.startswith("ppo.py: full is not empty") and done.stderr.count("\n") == 1
+
+
+def test_an_environment_without_a_time_limit_is_named(capsys):
+    quick("Walk")
+    assert "Walk-v0 has no time limit" in capsys.readouterr().out
+    quick("Walk", run_dir="limited", max_episode_steps=9)
+    quick("CartPole-v1", run_dir="registered")
+    assert "time limit" not in capsys.readouterr().out
+
+
+def test_env_kwargs_come_on_top_of_the_tuned_ones_and_those_of_a_resumed_run():
+    parse = lambda *argv: json.loads(ppo.parse_args([*argv]).env_kwargs)
+    sticky = {"repeat_action_probability": 0.25}
+    assert parse("--env-id", "ALE/Pong-v5", "--env-kwargs", '{"frameskip": 2}') == {"frameskip": 2, **sticky}
+    assert parse("--env-id", "ALE/Pong-v5", "--env-kwargs", '{"repeat_action_probability": 0}') == {
+        "repeat_action_probability": 0
+    }
+    quick("Walk", env_kwargs={"length": 9, "edge": 2.0})
+    assert parse("--resume", "run", "--env-kwargs", '{"edge": 3.0}') == {"length": 9, "edge": 3.0}
 
 
 # ----------------------------------------------------------------------------------------------- learning
