@@ -985,18 +985,20 @@ class Run:
 
     def checkpoint(self) -> None:
         """Saves all that the run depends on, after what it takes for written."""
-        self.tensorboard(SummaryWriter.flush)
+        self.tensorboard(SummaryWriter.flush, again=True)
         now = time.perf_counter()
         self.seconds, self.started_at = self.seconds + now - self.started_at, now
         self.saved_at = self.env_steps
         if self.save(self.folder / "checkpoint.pt", **self.parts):
             self.kept = f"the checkpoint of step {self.env_steps}"
 
-    def tensorboard(self, write) -> None:
-        """Calls write(writer). A full disk ends the writer's thread: the next call begins another file."""
+    def tensorboard(self, write, again: bool = False) -> None:
+        """Calls write(writer). A full disk ends the writer's thread; again begins another file after that."""
         try:
-            self.writer = self.writer or SummaryWriter(str(self.folder))
-            write(self.writer)
+            if again and not self.writer:
+                self.writer = SummaryWriter(str(self.folder))
+            if self.writer:
+                write(self.writer)
         except OSError as error:
             print(f"warning: TensorBoard's log has a gap, training goes on: {error}", file=sys.stderr)
             self.writer = None

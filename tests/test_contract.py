@@ -557,17 +557,12 @@ WRONG = {
     "env kwargs are a number": (["--env-kwargs", "3"], "--env-kwargs"),
     "env kwargs are a list": (["--env-kwargs", '["abc"]'], "--env-kwargs object"),
     "env kwargs are an empty list": (["--env-kwargs", "[]"], "--env-kwargs object"),
-    "env kwargs that the environment refuses": (
-        ["--env-id", "LunarLander-v3", "--env-kwargs", '{"gravity": 5}'],
-        "LunarLander-v3 gravity",
-    ),
     "env kwargs that it does not find": (
         ["--env-id", "FrozenLake-v1", "--env-kwargs", '{"map_name": "9x9"}'],
         "FrozenLake-v1 9x9",
     ),
     "Atari in colour": (["--env-id", "ALE/Pong-v5", "--env-kwargs", '{"grayscale": false}'], "grayscale"),
     "folder that cannot be made": (["--run-dir", "/dev/null/run"], "--run-dir /dev/null/run"),
-    "no film": (["--env-id", "probe_envs:LQ-v0", "--capture-video"], "LQ-v0"),
     "unknown flag": (["--lerning-rate", "1"], "--lerning-rate"),
     "flag without value": (["--seed"], "--seed"),
     "word for a number": (["--seed", "one"], "--seed one"),

@@ -1093,6 +1093,18 @@ def test_an_environment_without_a_time_limit_is_named(capsys):
     assert "time limit" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "env, kwargs, word",
+    [
+        ("LunarLander-v3", {"gravity": 5}, "gravity"),  # an AssertionError
+        ("HalfCheetah-v5", {"xml_file": "/nothing.xml"}, "nothing.xml"),  # an OSError
+    ],
+)
+def test_arguments_that_an_environment_refuses_are_told_in_one_line(env, kwargs, word):
+    with pytest.raises(ppo.UsageError, match=rf"cannot make --env-id {env} .*{word}"):
+        ppo.make_envs(quick_args(env, env_kwargs=kwargs), 1)
+
+
 def test_env_kwargs_come_on_top_of_the_tuned_ones_and_those_of_a_resumed_run():
     parse = lambda *argv: json.loads(ppo.parse_args([*argv]).env_kwargs)
     sticky = {"repeat_action_probability": 0.25}
