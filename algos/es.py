@@ -351,8 +351,8 @@ def set_up(args) -> torch.device:
     for name, value in vars(args).items():
         low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
         high = 1 if name in shares.split() else math.inf
-        if value == ():
-            raise UsageError(f"--{name.replace('_', '-')} is empty: give at least one number")
+        if name == "hidden_sizes" and not value:
+            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, (int, float)) and not low <= number <= high:
                 limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"

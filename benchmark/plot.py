@@ -8,13 +8,14 @@ Per environment: mean (solid) and interquartile mean (dashed) over seeds with 95
 bootstrap, as Agarwal et al. 2021 (arXiv 2108.13264) recommend. The last panel joins all environments with
 a bar, on a scale where 0 is the untrained policy and 1 the bar. --together compares algorithms: one panel per
 environment with the means alone, of trainings of any length, in the order of the files, and no joint panel.
+A diamond at the end of a curve is the final evaluation, of more episodes than a point of the curve.
 """
 
 import argparse
 import csv
 import math
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -87,6 +88,18 @@ def read_curves(files: list[Path]) -> dict:
     return curves
 
 
+def read_finals(files: list[Path]) -> dict:
+    """{(env_id, algo, total_timesteps): (mean over seeds of the final evaluations, episodes of each)}."""
+    runs = defaultdict(list)
+    for path in files:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if row["kind"] == "final":
+                    key = row["env_id"], row["algo"], int(row["total_timesteps"])
+                    runs[key].append((float(row["eval_return_mean"]), int(row["eval_episodes"])))
+    return {key: tuple(np.mean(found, axis=0)) for key, found in runs.items()}
+
+
 def on_one_grid(seeds: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
     """Steps (points,) up to where all seeds came, and returns (seeds, points), interpolated if need be."""
     end = min(steps[-1] for steps, _ in seeds)
@@ -133,35 +146,54 @@ def draw(axes, x, strata, label: str, colour: str, statistics=(mean, iqm)) -> No
         )
 
 
+def draw_finals(axes, ends: list[tuple], label: str) -> None:
+    """A diamond at each (x, y) in the colour of its curve, and one in the legend for all of them."""
+    style = dict(marker="D", linestyle="", markeredgecolor="white", markersize=6, zorder=3)
+    for x, y, colour in ends:
+        axes.plot(x, y, color=colour, clip_on=False, **style)
+    if ends:
+        axes.plot([], [], color=ends[0][2] if len(ends) == 1 else "black", label=label, **style)
+
+
 def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
     """One panel per (environment, length), and one over all environments with a bar if there are two; or,
     together, one panel per environment."""
-    curves = read_curves(files)
+    curves, finals = read_curves(files), read_finals(files)
     if not curves:
         sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
     place = lambda env, total: (env, 0 if together else total)
     panels, joint = sorted({place(env, total) for env, _, total in curves}), defaultdict(list)
-    algos = list(dict.fromkeys(algo for _, algo, _ in curves))
-    colour = dict(zip(algos, colours(len(algos)), strict=True))
-    share = np.linspace(0, 1, 51)
+    lengths = Counter((env, algo) for env, algo, _ in curves)
+    ambiguous = lambda env, algo: together and lengths[env, algo] > 1  # of two lengths in one panel
+    name = lambda env, algo, total: f"{algo} {steps_label(total)}" if ambiguous(env, algo) else algo
+    names = list(dict.fromkeys(name(*key) for key in curves))
+    colour = dict(zip(names, colours(len(names)), strict=True))
+    share, joint_ends = np.linspace(0, 1, 51), defaultdict(list)
     for (env_id, algo, total), seeds in sorted(curves.items()):
         steps, returns = on_one_grid(seeds)
         bar, start = find_bar(env_id, algo, total), returns[:, 0].mean()
         if bar is not None and steps[0] == 0 and bar != start:
             score = (returns - start) / (bar - start)
             joint[algo].append(np.stack([np.interp(share, steps / steps[-1], run) for run in score]))
+            final, _ = finals.get((env_id, algo, total), (np.nan, 0))
+            joint_ends[algo].append((final - start) / (bar - start))
     joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1 and not together}
     count = len(panels) + bool(joint)
     figure, panel = make_panels(count, 4.4, 3.3)
     for axes, where in zip(panel, panels, strict=False):
-        bars = {}
+        bars, ends, episodes = {}, [], 0
         for (env_id, algo, total), seeds in curves.items():
             if place(env_id, total) == where:
                 steps, returns = on_one_grid(seeds)
-                label = f"{algo} ({len(returns)} seeds)"
-                draw(axes, steps, [returns], label, colour[algo], (mean,) if together else (mean, iqm))
+                curve = name(env_id, algo, total)
+                label = f"{curve} ({len(returns)} seeds)"
+                draw(axes, steps, [returns], label, colour[curve], (mean,) if together else (mean, iqm))
                 if (bar := find_bar(env_id, algo, total)) is not None:
-                    bars.setdefault(bar, []).append(colour[algo])
+                    bars.setdefault(bar, []).append(colour[curve])
+                if (env_id, algo, total) in finals:
+                    final, episodes = finals[env_id, algo, total]
+                    ends.append((steps[-1], final, colour[curve]))
+        draw_finals(axes, ends, f"final mean, {episodes:g} episodes")
         for bar, owners in bars.items():
             shared = owners[0] if len(owners) == 1 else "black"
             axes.axhline(bar, color=shared, linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
@@ -172,6 +204,8 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
         axes = panel[-1]
         for algo, strata in joint.items():
             draw(axes, share, strata, f"{algo} ({len(strata)} environments)", colour[algo])
+        ends = [(1, np.mean(joint_ends[algo]), colour[algo]) for algo in joint]
+        draw_finals(axes, [end for end in ends if np.isfinite(end[1])], "final mean")
         axes.axhline(1, color="black", linestyle=":", linewidth=1.3, label="bar")
         axes.set(title="All environments with a bar", xlabel="share of the training")
         axes.set_ylabel("0: untrained, 1: bar")

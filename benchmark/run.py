@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import signal
 import statistics
@@ -103,6 +104,17 @@ def exclusive(path: Path):
         yield file
 
 
+@contextlib.contextmanager
+def intact(folder: Path):
+    """Files of this run that are gone or were cut short are a failure of this seed alone."""
+    try:
+        yield
+    except (OSError, LookupError, ValueError, csv.Error) as error:
+        raise Failed(
+            f"{shown(folder)} is gone or damaged ({error}): move what is left of it and its .json away"
+        ) from error
+
+
 def call(words: list[str], log: Path, lock) -> str:
     """Runs python with these words from the project's folder. Returns and logs what it printed."""
     if STOP.is_set():
@@ -137,10 +149,12 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
     command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
     with exclusive(folder.with_suffix(".lock")) as lock:
         fresh = {"command": command, "commits": [], "trained": False, "final": {}}
-        record = json.loads(record_file.read_text()) if record_file.exists() else fresh
-        if record["command"] != command:
+        with intact(folder):
+            record = json.loads(record_file.read_text()) if record_file.exists() else fresh
+            other_command = record["command"] != command
+        if other_command:
             raise Failed(
-                f"{shown(folder)} was made by another command: move it away to run {' '.join(command)}"
+                f"{shown(folder)} was made by another command: move it away to run {shlex.join(command)}"
             )
 
         def keep(**values) -> None:
@@ -166,7 +180,8 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
             names = ("mean", "std", "min", "max")
             values = {f"eval_return_{name}": score[i] for i, name in enumerate(names, start=1)}
             keep(final=values | {"eval_episodes": score[5]})
-    return tidy_rows(cell, seed, folder, record)
+    with intact(folder):
+        return tidy_rows(cell, seed, folder, record)
 
 
 def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
@@ -175,20 +190,22 @@ def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     same = dict(algo=cell.name, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
     same |= {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy", "device")}
     same |= dict(cpu=record["cpu"], cores=record["cores"], git_commit=" ".join(record["commits"]))
-    same["command"] = " ".join(["python", *record["command"]])
+    same["command"] = shlex.join(["python", *record["command"]])
     rows, speeds, all_speeds = [], [], []
     with (folder / "progress.csv").open(newline="") as file:
-        for line in csv.DictReader(file):
-            if line.get("speed/steps_per_second"):
-                speeds.append(float(line["speed/steps_per_second"]))
-                all_speeds.append(speeds[-1])
+        log = list(csv.DictReader(file))
+    for line in log:
+        if line.get("speed/steps_per_second"):
+            speeds.append(float(line["speed/steps_per_second"]))
+            all_speeds.append(speeds[-1])
+        if line.get("eval/return_mean"):
             at = dict(step=line["step"], wall_time=line["wall_time"])
-            if line.get("eval/return_mean"):
-                scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
-                scores |= dict(kind="curve", eval_episodes=line["eval/episodes"])
-                speed = round(statistics.median(speeds), 1) if speeds else ""
-                rows.append(same | at | scores | {"steps_per_second": speed})
-                speeds = []
+            scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
+            scores |= dict(kind="curve", eval_episodes=line["eval/episodes"])
+            speed = round(statistics.median(speeds), 1) if speeds else ""
+            rows.append(same | at | scores | {"steps_per_second": speed})
+            speeds = []
+    at = dict(step=log[-1]["step"], wall_time=log[-1]["wall_time"])
     speed = round(statistics.median(all_speeds), 1) if all_speeds else ""
     rows.append(same | at | {"kind": "final", "steps_per_second": speed} | record["final"])
     return rows

@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -77,6 +78,12 @@ ACTOR_CRITIC = "sac", "ddpg_td3"  # one step and one update are one rollout of t
 for name, task in list(TASKS.items()):
     if task.algo in ACTOR_CRITIC:
         TASKS[f"{name} {SBX}"] = task._replace(peer=SBX)
+# What the other side must be able to import, with the package that has it.
+PACKAGES = {
+    "stable_baselines3": "stable-baselines3", "sb3_contrib": "sb3-contrib", "sbx": "sbx-rl",
+    "mujoco": "gymnasium[mujoco]", "ale_py": "ale-py", "cv2": "opencv-python",
+}  # fmt: skip
+LEARNING = [name for name in TASKS if not name.endswith("filling")]  # measured unless --tasks says so
 DQN = {
     "CartPole-v1": dict(batch_size=128, learning_starts=2_000, buffer_size=10_000, target_update_every=500),
     "ALE/Pong-v5": dict(batch_size=32, learning_starts=1_000, buffer_size=100_000, target_update_every=1_000),
@@ -89,6 +96,26 @@ SOLVE = dict(
 def dqn_settings(task: Task) -> dict:
     changes = {} if task.learning_starts is None else {"learning_starts": task.learning_starts}
     return DQN[task.env_id] | changes
+
+
+def modules_of_peer(task: Task) -> set[str]:
+    """What the other side imports for this task."""
+    modules = {"stable_baselines3"}
+    modules |= {"sb3_contrib"} if task.algo == "trpo" else set()
+    modules |= {"sbx"} if task.peer == SBX else set()
+    modules |= {"mujoco"} if task.env_id.startswith("HalfCheetah") else set()
+    return modules | ({"ale_py", "cv2"} if task.env_id.startswith("ALE/") else set())
+
+
+def missing(python: str, tasks: list[str]) -> list[str]:
+    """Packages of these tasks that the interpreter of the other side lacks."""
+    wanted = set().union(*(modules_of_peer(TASKS[name]) for name in tasks))
+    look = "import importlib.util as u, sys; print(*[x for x in sys.argv[1:] if not u.find_spec(x)])"
+    try:
+        found = subprocess.run([python, "-c", look, *wanted], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        sys.exit(f"speed.py: --sb3-python {python} is no interpreter that works: {error}")
+    return [package for module, package in PACKAGES.items() if module in found.stdout.split()]
 
 
 def call(words: list[str]) -> tuple[str, float, float]:
@@ -317,7 +344,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="what to measure")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=LEARNING, help="what to measure")
     parser.add_argument(
         "--solve", action="store_true", help="instead: seconds from command to CartPole solved"
     )
@@ -335,10 +362,9 @@ def main() -> None:
         return
     if args.pairs < 1 or (args.window is not None and args.window < 1):
         parser.error("--pairs and --window must be at least 1")
-    look = "import importlib.util as u, sys; sys.exit(0 if u.find_spec('stable_baselines3') else 1)"
-    if subprocess.run([args.sb3_python, "-c", look]).returncode:
+    if packages := missing(args.sb3_python, [SOLVE["env_id"]] if args.solve else args.tasks):
         sys.exit(
-            f"speed.py: {args.sb3_python} has no Stable-Baselines3: pip install stable-baselines3 "
+            f"speed.py: {args.sb3_python} lacks what these tasks need: pip install {shlex.join(packages)} "
             "(or name an interpreter that has it with --sb3-python)"
         )
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())

@@ -34,6 +34,7 @@ PONG_4_STEP = (*PONG, "--n-step", "4", "--train-every", "1", "--exploration-frac
 
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
+GAUSSIAN = ("--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
 
 ONE_STEP = ("--n-step", "1")
 VARIANTS = {
@@ -105,11 +106,15 @@ SUITES = {
             ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1"), "caps",
         ),
     ],
-    # From DDPG to TD3, one ingredient after the other.
+    # From DDPG to TD3, one ingredient after the other: twin critics, delay, exploration, target noise.
     "td3_ablation": [
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, DDPG, "ddpg"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN), "ddpg_twin"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN, *DELAY), "ddpg_twin_delay"),
+        Cell(
+            "ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN, *DELAY, *GAUSSIAN),
+            "ddpg_twin_delay_gaussian",
+        ),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),  # and target noise
     ],
     "q_learning": [
@@ -168,7 +173,8 @@ SUITES = {
     ],
 }  # fmt: skip
 
-# Published results, which docs/{algo}.md puts beside ours; each was measured in its own way, as it says.
+# Published results by name of the cell, which docs/{algo}.md puts beside ours; each was measured in its own
+# way, as it says.
 PUBLISHED = {
     (
         "ppo",
@@ -197,5 +203,11 @@ PUBLISHED = {
     ("dqn", "CartPole-v1"): "500 at 50k (RL Baselines3 Zoo, one run)",
     ("dqn", "Acrobot-v1"): "-76.6 at 100k (RL Baselines3 Zoo, one run)",
     ("dqn", "MountainCar-v0"): "-100.8 at 120k (RL Baselines3 Zoo, one run)",
-    ("dqn", "LunarLander-v3"): "265.9 at 300k (SLM-Lab, training return, double with PER)",
+    ("dqn-double_per", "LunarLander-v3"): "265.9 at 300k (SLM-Lab, training return, double with PER)",
+    ("sac", "Pendulum-v1"): "-157.0 at 20k (RL Baselines3 Zoo, one run)",
+    ("sac", "MountainCarContinuous-v0"): "94.7 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("sac", "LunarLanderContinuous-v3"): "260.4 at 500k on -v2 (RL Baselines3 Zoo, one run)",
+    ("ddpg_td3-td3", "Pendulum-v1"): "-151.9 at 20k (RL Baselines3 Zoo, one run)",
+    ("ddpg_td3-ddpg", "Pendulum-v1"): "-152.1 at 20k (RL Baselines3 Zoo, one run)",
+    ("ddpg_td3", "MountainCarContinuous-v0"): "93.5 at 300k (TD3, DDPG; RL Baselines3 Zoo, one run of each)",
 }
