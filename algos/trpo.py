@@ -1013,7 +1013,8 @@ class Run:
             steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
             self.row["speed/steps_per_second"] = steps / seconds
         self.check_finite(**self.row)
-        finished = self.env_steps >= args.total_timesteps
+        reached = lambda: args.stop_return is not None and self.best >= args.stop_return
+        finished = self.env_steps >= args.total_timesteps or reached()
         if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
             try:
                 self.evaluate(policy)
@@ -1021,8 +1022,7 @@ class Run:
                 if self.started:
                     self.checkpoint()
                 raise
-            if args.stop_return is not None and self.evaluated_at == self.env_steps:
-                finished = finished or self.returns.mean() >= args.stop_return
+            finished = finished or reached()
         stop = self.signal  # read once: one that comes from here on waits for the next call
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at

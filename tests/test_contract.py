@@ -189,6 +189,11 @@ def test_stop_return_stops(script, monkeypatch):
     assert returns.tolist() == [3, 3]
     assert progress("run")[-1]["step"] == "256"
     assert checkpoint("run")["run"]["env_steps"] == 256
+    age()
+    returns = script.resume("run")  # there is nothing left to do
+    assert returns.tolist() == [4, 4] and progress("run")[-1]["step"] == "256"
+    script.resume("run", stop_return=None)
+    assert progress("run")[-1]["step"] == "384"
 
 
 def test_success_rate(script):
