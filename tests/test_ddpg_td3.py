@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import ALGOS, checkpoint, load_script
 from off_policy import Trainer, recorder
+from probe_envs import Boundary
 
 ddpg_td3 = load_script(ALGOS / "ddpg_td3.py")
 
@@ -77,6 +78,28 @@ def test_exploration_noise_has_its_size_and_its_memory():
         assert np.abs(between).max() < 0.25, "each environment and dimension has noise of its own"
 
 
+@pytest.mark.parametrize("kind", ["gaussian", "ou"])
+def test_exploration_noise_is_forgotten_where_an_episode_or_a_segment_starts(kind, record):
+    """A checkpoint, after which a segment starts, follows steps 20 and 40 of both environments."""
+    explored, resets = record(ddpg_td3, "explore"), record(ddpg_td3, "reset_done")
+    quick("Boundary", noise=kind, exploration_noise=0.3, learning_starts=0, checkpoint_every=40)
+    assert len(explored) == 48 and all(given[1:] == [kind, 0.3] for given, _ in explored)
+    for t, ((old_noise, *_), _) in enumerate(explored):
+        starts = np.ones(2, dtype=bool) if t in (0, 20, 40) else resets[t - 1][0][3]
+        assert np.array_equal(old_noise[:, 0] == 0, starts), t
+
+
+def test_the_actor_climbs_the_value_of_the_first_critic(parts, record):
+    steps, samples = record(ddpg_td3, "gradient_step"), record(ddpg_td3.ReplayBuffer, "sample")
+    quick("Walk", learning_rate=0.0)
+    number = max(i for i, (given, _) in enumerate(steps) if given[1] is parts["actor_optimizer"])
+    updates = sum(given[1] is parts["critic_optimizer"] for given, _ in steps[:number])
+    obs = samples[updates - 1][1]["obs"]
+    first, second = parts["critic"](obs, parts["actor"](obs)).mean(dim=-1)
+    torch.testing.assert_close(steps[number][0][0], -first.detach())
+    assert abs(first - second) > 1e-3
+
+
 # ------------------------------------------------------------------------------------------------- training
 def test_presets_fill_what_is_not_given():
     for algorithm, expected in [("ddpg", [False, 1, 0.0, "ou"]), ("td3", [True, 2, 0.2, "gaussian"])]:
@@ -119,7 +142,12 @@ def test_normalized_rewards_are_divided_by_the_present_deviation_of_the_returns_
     losses, samples = record(ddpg_td3, "critic_loss"), record(ddpg_td3.ReplayBuffer, "sample")
     quick("Boundary", normalize_reward=True, reward_scale=20.0, gamma=0.5, target_noise=0.0, tau=0.0)
     batch, norm = samples[-1][1], parts["reward_norm"]
-    assert norm.count == 96
+    returns, return_ = [], {}
+    for evaluates, number, _, t, _, reward in Boundary.steps:
+        if not evaluates:
+            return_[number] = reward + 0.5 * (return_[number] if t > 1 else 0)
+            returns.append(return_[number])
+    assert norm.count == 96 == len(returns) and norm.var.item() == pytest.approx(np.var(returns))
     reward = 20 * batch["reward"] / norm.var.sqrt()
     assert reward.max() > 10 > reward.min(), "some are clipped and some are not"
     with torch.no_grad():
@@ -129,14 +157,14 @@ def test_normalized_rewards_are_divided_by_the_present_deviation_of_the_returns_
     torch.testing.assert_close(losses[-1][0][1], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_learning_rates_fall_to_0_if_asked(parts):
-    quick("Walk", anneal_lr=True, learning_rate=0.1, actor_lr=0.01)
-    actor, critic = (parts[f"{part}_optimizer"].param_groups[0]["lr"] for part in ("actor", "critic"))
-    assert (float(actor), float(critic)) == (0, 0)
-    quick("Walk", run_dir="fixed", learning_rate=0.1, actor_lr=0.01, actor_weight_decay=0.5)
-    groups = [parts[f"{part}_optimizer"].param_groups[0] for part in ("actor", "critic")]
-    assert [round(float(group["lr"]), 6) for group in groups] == [0.01, 0.1]
-    assert [group["weight_decay"] for group in groups] == [0.5, 0]
+def test_weights_decay_as_asked_also_in_a_resumed_run():
+    decay = lambda: [checkpoint()[f"{part}_optimizer"]["param_groups"][0]["weight_decay"]
+                     for part in ("actor", "critic")]  # fmt: skip
+    quick("Walk", total_timesteps=36, actor_weight_decay=0.1, critic_weight_decay=0.2)
+    assert decay() == [0.1, 0.2]
+    words = "--resume run --total-timesteps 40 --critic-weight-decay 0.5"
+    ddpg_td3.train(ddpg_td3.parse_args(words.split()))
+    assert decay() == [0.1, 0.5]
 
 
 def test_images_are_seen(parts):

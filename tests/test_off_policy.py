@@ -111,6 +111,32 @@ def test_a_gradient_step_moves_its_own_parameters_only(quick):
     assert quick.script.gradient_step(loss(), optimizer) == pytest.approx(norm_of()) != 0.5, "never clipped"
 
 
+def test_gradients_of_critics_and_actor_are_clipped_if_asked(quick, parts):
+    quick("Walk", max_grad_norm=1e-4)
+    for name in ("actor", "critic"):
+        norm = torch.stack([p.grad.norm() for p in parts[name].parameters()]).norm().item()
+        assert norm == pytest.approx(1e-4, rel=0.05), name
+
+
+def test_learning_rates_are_given_and_fall_to_0_if_asked(quick, parts):
+    given = dict(actor_lr=0.01, critic_lr=0.02) | (dict(alpha_lr=0.03) if quick.script is sac else {})
+    optimizers = [name.replace("lr", "optimizer") for name in given]
+    rates = lambda: [round(float(parts[name].param_groups[0]["lr"]), 6) for name in optimizers]
+    for i, (changes, expected) in enumerate([
+        ({}, [0.1] * len(given)), (given, list(given.values())), (dict(anneal_lr=True), [0] * len(given)),
+    ]):  # fmt: skip
+        quick("Walk", run_dir=f"run{i}", learning_rate=0.1, total_timesteps=36, **changes)
+        assert rates() == expected
+
+
+def test_each_target_network_moves_to_its_own_network_by_tau(quick, parts, record):
+    moves = record(quick.script, "polyak_update")
+    quick("Walk", tau=0.3)
+    pairs = {(part, parts["target_" + name]) for name, part in parts.items() if "target_" + name in parts}
+    assert {tuple(given[:2]) for given, _ in moves} == pairs
+    assert {given[2] for given, _ in moves} == {0.3}
+
+
 def test_actions_live_on_the_unit_cube_and_reach_the_environment_in_its_bounds(quick, parts):
     loud = {} if quick.script is sac else dict(exploration_noise=1.0)
     quick("Box", total_timesteps=200, batch_size=64, **loud)
@@ -142,9 +168,11 @@ def test_actor_and_critics_see_normalized_observations_and_no_others(quick, part
     samples = record(script.ReplayBuffer, "sample")
     seen = {network: record(network, "forward") for network in (script.Actor, script.Critic)}
     quick("Boundary", normalize_obs=True)
-    norm = parts["actor"].obs_norm
+    norm, buffer = parts["actor"].obs_norm, parts["buffer"]
     batches = [batch for _, batch in samples[-2:]]  # two environments: two updates since norm last changed
     assert norm.count == 96 and norm.var.max() > 1
+    successors = buffer.gather(np.flatnonzero(buffer.valid), gamma=0.5)["next_obs"]
+    torch.testing.assert_close(norm.mean, successors.mean(0), msg="it follows what steps lead to")
     assert torch.equal(checkpoint()["agent"]["obs_norm.mean"], norm.mean)
     allowed = [norm(batch[name]) for batch in batches for name in ("obs", "next_obs")]
     assert not torch.equal(allowed[0], batches[0]["obs"])
@@ -153,6 +181,19 @@ def test_actor_and_critics_see_normalized_observations_and_no_others(quick, part
         assert len(given) == 2
         for x in given:
             assert any(torch.equal(x, y) for y in allowed)
+
+
+def test_nothing_acts_or_learns_from_an_observation_that_is_not_normalized(quick, record):
+    """Also the actor's mean, in an evaluation of three episodes, and in CAPS."""
+    script = quick.script
+    normed, caps = record(script.RunningNorm, "forward"), dict(caps_temporal=1.0) if script is sac else {}
+    owners = [(script.Critic, "forward"), (script.Actor, "forward")]
+    calls = [record(*owner) for owner in owners + [(script.Actor, "mean")] * (script is sac)]
+    quick("Boundary", normalize_obs=True, eval_episodes=3, **caps)
+    known = {x.numpy().tobytes() for _, x in normed}
+    given = [arguments[1] for arguments, _ in sum(calls, [])]
+    assert {len(x) for x in given} == {2, 3, 16}, "rollout, evaluation, batch"
+    assert all(x.numpy().tobytes() in known for x in given)
 
 
 SPACES = "probe_envs:Spaces-v0", "--env-kwargs"
@@ -165,6 +206,7 @@ SPACES = "probe_envs:Spaces-v0", "--env-kwargs"
     ("td3", ("CartPole-v1",), "dqn.py or sac.py"),
     ("sac", ("CartPole-v1", "--caps-temporal", "1"), "--caps-temporal"),
     ("sac", ("Pendulum-v1", "--alpha", "0"), "--no-auto-alpha"),
+    ("sac", (*SPACES, '{"obs": "small", "action": "box"}', "--caps-spatial", "1"), "--normalize-obs"),
 ])  # fmt: skip
 def test_wrong_input_ends_in_one_clear_line(name, words, hint, capsys, monkeypatch):
     for script in (td3, sac) if name == "both" else (TRAINERS[name].script,):
@@ -174,6 +216,21 @@ def test_wrong_input_ends_in_one_clear_line(name, words, hint, capsys, monkeypat
             script.main()
         said = capsys.readouterr().err
         assert stop.value.code == 2 and said.count("\n") == 1 and hint in said, said
+
+
+def test_playing_needs_no_room_for_a_replay_buffer(quick, monkeypatch):
+    trained = quick("Walk")
+    monkeypatch.setattr(quick.script, "free_memory", lambda device: 2e3)
+    played = quick.script.train(quick.script.parse_args(["--evaluate", "run"]))
+    assert np.array_equal(played, trained)
+    with pytest.raises(quick.script.UsageError, match="--buffer-size"):
+        quick.script.train(quick.script.parse_args(["--resume", "run"]))
+
+
+def test_training_leaves_its_arguments_as_they_were(quick):
+    given, same = (quick.args("Walk", total_timesteps=35) for _ in range(2))
+    quick.script.train(given)
+    assert given == same
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
