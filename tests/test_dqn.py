@@ -43,7 +43,7 @@ def quick(env: str, **changes) -> np.ndarray:
 @pytest.fixture
 def seen(monkeypatch):
     """What a training does: its Run, and batches, updates, target updates and actions with their step."""
-    log = SimpleNamespace(run=None, batches=[], targets=[], betas=[])
+    log = SimpleNamespace(run=None, batches=[], asked=[], targets=[], taus=[], betas=[])
 
     class Watched(dqn.Run):
         def __init__(self, args, agent, **parts):
@@ -52,12 +52,14 @@ def seen(monkeypatch):
 
     gather, polyak, draw = dqn.ReplayBuffer.gather, dqn.polyak_update, dqn.Priorities.draw
 
-    def watched_gather(*args):
-        log.batches.append((log.run.env_steps, gather(*args)))
+    def watched_gather(buffer, index, *args):
+        log.batches.append((log.run.env_steps, gather(buffer, index, *args)))
+        log.asked.append(args)
         return log.batches[-1][1]
 
     def watched_polyak(*args):
         log.targets.append(log.run.env_steps)
+        log.taus.append(args[2])
         polyak(*args)
 
     def watched_draw(self, batch_size, beta):
@@ -267,6 +269,10 @@ def test_new_transitions_get_the_largest_priority_and_lost_rows_none():
     copy.refresh()
     assert all(np.array_equal(a, b) for a, b in zip(priorities.tree.levels, copy.tree.levels, strict=True))
     assert copy.largest == 8.0
+    priorities.drawn, priorities.td_error = np.array([10]), torch.tensor([0.1])
+    step(buffer)
+    assert len(priorities.state_dict()["mass"]) == buffer.filled and priorities.td_error is None
+    assert mass[10] == pytest.approx(0.6**0.6) and priorities.largest == 8.0, "it never falls"
 
 
 def test_beta_rises_to_1_and_priorities_are_errors_not_losses(seen, monkeypatch):
@@ -274,17 +280,18 @@ def test_beta_rises_to_1_and_priorities_are_errors_not_losses(seen, monkeypatch)
     refresh = dqn.Priorities.refresh
 
     def watched(self):
-        before = self.drawn, self.td_error
+        rows, td_error, new = self.drawn, self.td_error, np.concatenate([*self.buffer.marked, []])
         refresh(self)
-        if before[1] is not None:
-            errors.append((self.tree.mass[before[0]], before[1]))
+        if td_error is not None:
+            once = [np.sum(rows == row) == 1 and row not in new for row in rows]
+            errors.append((self.tree.mass[rows][once], td_error.abs().numpy()[once]))
 
     monkeypatch.setattr(dqn.Priorities, "refresh", watched)
-    quick("Boundary", per=True, total_timesteps=400, per_beta_start=0.2)
-    assert len(errors) > 30
-    for mass, td_error in errors[:5]:
-        once = mass <= 1  # rows drawn twice are the same
-        assert mass[once] == pytest.approx(((td_error.abs() + 1e-6) ** 0.6).numpy()[once], rel=1e-5)
+    own = dict(per_beta_start=0.2, per_alpha=0.5, per_eps=0.25, updates_per_train=2)
+    quick("Boundary", per=True, total_timesteps=400, **own)
+    assert len(errors) == len(seen.betas) > 60, "the errors of every update"
+    for mass, error in errors:
+        assert len(mass) and mass == pytest.approx((error + 0.25) ** 0.5, rel=1e-5)
     for env_steps, beta in seen.betas:
         assert beta == pytest.approx(0.2 + 0.8 * (env_steps - 2) / 400)
     assert seen.betas[-1][1] > 0.99
@@ -303,6 +310,50 @@ def test_td_target_bootstrap_and_loss_equal_numbers_worked_out_by_hand():
     assert dqn.q_loss(error, "huber", torch.tensor([1.0, 0.2])).item() == pytest.approx((0.125 + 0.5) / 2)
     random = torch.randn(100) * 3
     assert dqn.q_loss(random, "huber") == pytest.approx(F.huber_loss(random, torch.zeros(100)).item())
+
+
+@pytest.mark.parametrize("per", [False, True])
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("loss", ["huber", "mse"])
+def test_a_training_minimizes_what_its_flags_say(loss, double, per, seen, monkeypatch):
+    real, draw = dqn.q_loss, dqn.Priorities.draw
+    drawn, errors, differs = [], [], 0
+
+    def watched_draw(*args):
+        drawn.append(draw(*args))
+        return drawn[-1]
+
+    @torch.no_grad()
+    def check(td_error, kind, weight):
+        nonlocal differs
+        batch, agent, target = seen.batches[-1][1], seen.run.agent, seen.run.parts["target"]
+        rows = torch.arange(len(td_error))
+        by_target, by_agent = target(batch["next_obs"]), agent(batch["next_obs"])
+        best = (by_agent if double else by_target).argmax(1)
+        differs += (by_target.argmax(1) != by_agent.argmax(1)).any().item()
+        q_value = agent(batch["obs"])[rows, batch["action"]]
+        expected = batch["reward"] + batch["discount"] * by_target[rows, best] - q_value
+        torch.testing.assert_close(td_error, expected)
+        assert kind == loss and (weight is not None) == per
+        if per:
+            torch.testing.assert_close(weight.double(), torch.from_numpy(drawn[-1][1]), rtol=1e-5, atol=1e-6)
+        errors.append((expected, q_value))
+
+    def watched_loss(td_error, kind, weight):
+        check(td_error.detach(), kind, weight)
+        return real(td_error, kind, weight)
+
+    monkeypatch.setattr(dqn, "q_loss", watched_loss)
+    monkeypatch.setattr(dqn.Priorities, "draw", watched_draw)
+    flags = dict(loss=loss, double=double, per=per, n_step=3, gamma=0.9, tau=0.5)
+    quick("Walk", learning_rate=0.05, adam_eps=0.125, target_update_every=50, total_timesteps=200, **flags)
+    assert len(errors) > 30 and differs > 5, "online and target networks disagree about the best action"
+    assert set(seen.asked) == {(0.9, 3)} and set(seen.taus) == {0.5}
+    assert checkpoint()["optimizer"]["param_groups"][0]["eps"] == 0.125
+    (td_error, q_value), row = errors[-1], progress()[-1]
+    assert float(row["loss/td_error"]) == pytest.approx(td_error.abs().mean().item(), rel=1e-4)
+    assert float(row["q/max"]) == pytest.approx(q_value.max().item(), rel=1e-4)
+    assert float(row["q/mean"]) == pytest.approx(q_value.mean().item(), rel=1e-4)
 
 
 def network(**changes):
@@ -345,6 +396,21 @@ def test_noise(kind):
     by_hand = x @ (layer.weight + layer.weight_sigma * eps_w).T + layer.bias + layer.bias_sigma * eps_b
     assert torch.allclose(layer(x), by_hand, atol=1e-5)
     assert torch.equal(layer.eval()(x), F.linear(x, layer.weight, layer.bias)), "no noise in evaluation"
+
+
+@pytest.mark.parametrize("kind", ["factorized", "independent"])
+def test_both_streams_have_the_noise_and_the_activation_that_were_asked_for(kind):
+    net = network(noisy=True, dueling=True, noise_type=kind, activation="tanh")
+    for stream in (net.advantage, net.value):
+        first, nonlinearity, last = stream
+        assert isinstance(nonlinearity, torch.nn.Tanh)
+        assert all(isinstance(layer, dqn.NoisyLinear) for layer in (first, last))
+        assert {first.factorized, last.factorized} == {kind == "factorized"}
+
+
+def test_values_start_small_and_of_the_scale_of_their_features():
+    head = network().advantage[-1].weight.detach()  # 4 actions from 16 features, orthogonal
+    torch.testing.assert_close(head @ head.T, torch.eye(4), atol=1e-5, rtol=0)
 
 
 def test_noise_is_drawn_anew_in_each_pass_and_apart_for_both_networks():
@@ -587,6 +653,29 @@ def test_all_32_combinations_train_and_resume():
         assert progress(run)[-1]["step"] == "80" and "loss/q" in progress(run)[-1]
 
 
+@pytest.mark.parametrize("variant", ["per", "all"])
+def test_a_killed_run_ends_as_an_uninterrupted_one_with_priorities_and_noise_too(variant, monkeypatch):
+    settings = VARIANTS[variant] | dict(checkpoint_every=50, buffer_size=80, normalize_obs=True)
+    quick("Boundary", run_dir="whole", total_timesteps=150, **settings)
+    real = dqn.Run.save
+
+    def kill(self, path, **parts):
+        saved = real(self, path, **parts)
+        if path.name == "checkpoint.pt" and self.env_steps == 100:
+            self.writer.close()
+            raise KeyboardInterrupt
+        return saved
+
+    monkeypatch.setattr(dqn.Run, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+        quick("Boundary", total_timesteps=150, **settings)
+    monkeypatch.setattr(dqn.Run, "save", real)
+    dqn.train(dqn.parse_args(["--resume", "run"]))
+    whole, resumed = checkpoint("whole"), checkpoint()
+    assert whole.keys() == resumed.keys() >= {"priorities", "buffer", "target"}
+    assert all(equal(whole[part], resumed[part]) for part in whole.keys() - {"run"})
+
+
 @pytest.mark.parametrize("env_id, words", [("Pendulum-v1", ["Discrete", "Box", "sac.py"])])
 def test_other_action_spaces_are_refused(env_id, words):
     with pytest.raises(dqn.UsageError) as error:
@@ -600,6 +689,7 @@ def test_observations_become_what_networks_take_and_actions_are_legal(obs, seen)
     quick("Spaces", env_kwargs=dict(obs=obs, action="discrete_start"), total_timesteps=40)
     stored = seen.run.parts["buffer"].obs
     assert stored.dtype == (torch.uint8 if obs in ("hwc", "small") else torch.float32)
+    assert seen.run.parts["buffer"].stack == 1, "only the images of Atari are stacks"
     assert set(map(int, Spaces.actions)) == {5, 6, 7}
 
 
