@@ -186,7 +186,7 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
             if place(env_id, total) == where:
                 steps, returns = on_one_grid(seeds)
                 curve = name(env_id, algo, total)
-                label = f"{curve} ({len(returns)} seeds)"
+                label = f"{curve} ({len(returns)} seed{'s' if len(returns) > 1 else ''})"
                 draw(axes, steps, [returns], label, colour[curve], (mean,) if together else (mean, iqm))
                 if (bar := find_bar(env_id, algo, total)) is not None:
                     bars.setdefault(bar, []).append(colour[curve])
