@@ -571,6 +571,7 @@ def test_normalizer_is_shared_saved_and_frozen_in_evaluation(seen):
     agent = seen.run.agent
     target = seen.run.parts["target"]
     assert target.obs_norm is agent.obs_norm and agent.obs_norm.count == 100
+    assert agent.obs_norm.mean[3] == 0, "it sees what is acted from, so no observation that ends an episode"
     assert checkpoint()["agent"]["obs_norm.count"] == 100
     assert equal(checkpoint()["target"]["obs_norm.mean"], agent.obs_norm.mean)
 
