@@ -590,7 +590,8 @@ def test_observations_of_every_space(name, record):
     space = probe_envs.spaces_observations()[name]
     image = isinstance(space, Box) and len(space.shape) > 1 and name not in ("thin", "cards", "slice")
     stored = rollouts[0].result["obs"]
-    assert stored.dtype == (torch.uint8 if image and space.dtype == np.uint8 else torch.float32)
+    kept = {np.dtype(np.uint8): torch.uint8, np.dtype(np.bool_): torch.bool} if image else {}
+    assert stored.dtype == kept.get(space.dtype, torch.float32)
     assert math.prod(stored.shape[2:]) == gym.spaces.flatdim(space) and stored.ndim == 2 + (3 if image else 1)
 
 
