@@ -478,7 +478,8 @@ def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tupl
         return next_obs, info
     obs, reset_info = envs.reset(options={"reset_mask": done})
     if "action_mask" in info:
-        reset_info["action_mask"] = np.where(done[:, None], reset_info["action_mask"], info["action_mask"])
+        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
+        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
     return obs, reset_info
 
 
@@ -765,7 +766,9 @@ class Run:
             if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
                 raise ValueError(f"{damaged} is damaged")
             play = bool(self.args.evaluate)  # the agent alone, without reading the rest
-            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            if not play and state.keys() != self.parts.keys():
+                raise ValueError("the parts of its training are others: keep the flags of the run")
             for name in ["agent"] if play else state:
                 part = self.parts[name]
                 options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
@@ -854,6 +857,7 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
+            self.check_finite(**{name: x.cpu().numpy() for name, x in self.agent.state_dict().items()})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:

@@ -650,7 +650,8 @@ def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tupl
         return next_obs, info
     obs, reset_info = envs.reset(options={"reset_mask": done})
     if "action_mask" in info:
-        reset_info["action_mask"] = np.where(done[:, None], reset_info["action_mask"], info["action_mask"])
+        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
+        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
     return obs, reset_info
 
 
@@ -680,12 +681,12 @@ def free_memory(device: torch.device) -> float:
     """Bytes that can still be allocated on the device; infinity where the system does not tell."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    limits, limit = [math.inf], Path("/sys/fs/cgroup/memory.max")  # Linux; the second is of a container
+    limits, group = [math.inf], Path("/sys/fs/cgroup")  # Linux; the second is of a container
     if Path("/proc/meminfo").exists():
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         limits += [1024 * int(available[1])] if available else []
-    if limit.exists() and limit.read_text().strip().isdigit():
-        limits.append(int(limit.read_text()))
+    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
+        limits.append(int(limit) - int((group / "memory.current").read_text()))
     return min(limits)
 
 
@@ -715,7 +716,7 @@ class ReplayBuffer:
         what = f"a replay buffer of {self.size} steps takes {size / 1e9:.2f} GB"
         if size > free:
             raise UsageError(f"{what}, {free / 1e9:.2f} GB are free: use a smaller --buffer-size")
-        if self.size < (least := num_envs * (stack + 2)):
+        if self.size < (least := num_envs * (2 * stack + 1)):  # a new episode must leave a step of an old one
             raise UsageError(f"--buffer-size {buffer_size} is too small: use {least} or more")
         print(f"{what} on {device}, {free / 1e9:.2f} GB are free")
         # Zeros of NumPy take memory only as they are written to.
@@ -1073,7 +1074,9 @@ class Run:
             if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
                 raise ValueError(f"{damaged} is damaged")
             play = bool(self.args.evaluate)  # the agent alone, without reading the rest
-            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=play))
+            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+            if not play and state.keys() != self.parts.keys():
+                raise ValueError("the parts of its training are others: keep the flags of the run")
             for name in ["agent"] if play else state:
                 part = self.parts[name]
                 options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
@@ -1162,6 +1165,7 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
+            self.check_finite(**{name: x.cpu().numpy() for name, x in self.agent.state_dict().items()})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:

@@ -3,6 +3,7 @@
 import io
 import itertools
 import json
+from pathlib import Path
 from types import SimpleNamespace
 
 import gymnasium as gym
@@ -13,6 +14,7 @@ from conftest import ALGOS, checkpoint, equal, load_script, points, progress
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Probe, Spaces, boundary_length, boundary_reward, boundary_terminates
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 dqn = load_script(ALGOS / "dqn.py")
 CPU = torch.device("cpu")
@@ -168,9 +170,32 @@ def test_a_million_atari_steps_fit_into_7_5_gb_and_too_large_a_buffer_is_refused
     monkeypatch.setattr(dqn, "free_memory", lambda device: bytes_ - 1)
     with pytest.raises(dqn.UsageError, match=r"7\.07 GB.*--buffer-size"):
         dqn.ReplayBuffer(1_000_000, 1, space, Discrete(6), CPU, 4)
-    with pytest.raises(dqn.UsageError, match="--buffer-size 10 .*12"):
+    with pytest.raises(dqn.UsageError, match="--buffer-size 10 .*18"):
         dqn.ReplayBuffer(10, 2, space, Discrete(6), CPU, 4)
-    assert dqn.free_memory is not None
+
+
+@pytest.mark.parametrize("stack", [1, 2, 4])
+def test_the_smallest_buffer_always_has_a_step_to_draw(stack):
+    space = Box(0, 255, (stack, 3, 3), np.uint8)
+    buffer = dqn.ReplayBuffer(2 * stack + 1, 1, space, Discrete(2), CPU, stack)
+    obs = np.zeros((1, stack, 3, 3), np.uint8)
+    buffer.start(obs)
+    for length in (1, 2, 3, 5, 9) * 5:
+        for _ in range(length):
+            buffer.add(np.zeros(1, int), np.zeros(1), np.zeros(1, bool), obs)
+            assert buffer.valid.any()
+        buffer.start(obs)
+        assert buffer.valid.any(), "also after the first rows of a new episode"
+
+
+def test_a_container_s_memory_is_free_only_as_far_as_it_is_not_in_use(monkeypatch):
+    texts = {"memory.max": "8000\n", "memory.current": "7000\n", "meminfo": "MemAvailable:  9000 kB"}
+    exists, read_text = Path.exists, Path.read_text
+    monkeypatch.setattr(Path, "exists", lambda path: path.name in texts or exists(path))
+    monkeypatch.setattr(Path, "read_text", lambda path: texts.get(path.name) or read_text(path))
+    assert dqn.free_memory(CPU) == 1000
+    texts["memory.max"] = "max\n"
+    assert dqn.free_memory(CPU) == 9000 * 1024
 
 
 def test_a_checkpoint_holds_only_the_filled_part_of_the_buffer_and_refuses_another_size():
@@ -425,6 +450,36 @@ def test_noise_is_drawn_anew_in_each_pass_and_apart_for_both_networks():
     assert not any("sigma" in name for name in plain)
 
 
+def test_each_pass_of_an_update_has_noise_of_its_own(monkeypatch):
+    """Both networks in the next states and the online one in the states, two layers each."""
+    drawn, updates, noise, loss = [], [], dqn.NoisyLinear.noise, dqn.q_loss
+
+    def watched_noise(self):
+        drawn.append(noise(self))
+        return drawn[-1]
+
+    def watched_loss(*args):
+        updates.append(drawn.copy())
+        drawn.clear()
+        return loss(*args)
+
+    monkeypatch.setattr(dqn.NoisyLinear, "noise", watched_noise)
+    monkeypatch.setattr(dqn, "q_loss", watched_loss)
+    monkeypatch.setattr(dqn, "on_host", lambda *_: lambda obs: np.zeros((len(obs), 2)))  # no noise of acting
+    quick("Walk", noisy=True, double=True)
+    assert len(updates) > 5
+    for update in updates:
+        assert len(update) == 3 * 2, "three passes through two layers"
+        assert len({weight[0].numpy().tobytes() for weight in update}) == 6
+
+
+def test_the_network_of_atari_is_that_of_mnih_et_al():
+    trunk = dqn.make_trunk(Box(0, 255, (4, 84, 84), np.uint8), (512,), "relu")
+    shapes = [tuple(p.shape) for p in trunk.parameters() if p.ndim > 1]
+    assert shapes == [(32, 4, 8, 8), (64, 32, 4, 4), (64, 64, 3, 3), (512, 3136)]
+    assert [layer.stride[0] for layer in trunk if isinstance(layer, torch.nn.Conv2d)] == [4, 2, 1]
+
+
 def test_noisy_training_explores_without_epsilon_and_evaluates_without_noise(seen, monkeypatch):
     modes, evaluates = [], [False]
     forward, evaluate = dqn.NoisyLinear.forward, dqn.evaluate
@@ -675,6 +730,66 @@ def test_a_killed_run_ends_as_an_uninterrupted_one_with_priorities_and_noise_too
     whole, resumed = checkpoint("whole"), checkpoint()
     assert whole.keys() == resumed.keys() >= {"priorities", "buffer", "target"}
     assert all(equal(whole[part], resumed[part]) for part in whole.keys() - {"run"})
+
+
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does_where_no_update_is_near(monkeypatch):
+    settings = dict(checkpoint_every=40, log_every=10, train_every=30, total_timesteps=80)
+    quick("Walk", run_dir="whole", **settings)
+    whole = progress("whole")
+    real = dqn.Run.save
+
+    def kill(self, path, **parts):
+        saved = real(self, path, **parts)
+        if path.name == "checkpoint.pt" and self.env_steps == 40:
+            self.writer.close()
+            raise KeyboardInterrupt
+        return saved
+
+    monkeypatch.setattr(dqn.Run, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+        quick("Walk", run_dir="killed", **settings)
+    monkeypatch.setattr(dqn.Run, "save", real)
+    dqn.train(dqn.parse_args(["--resume", "killed"]))
+    assert progress("killed") == whole
+    assert "loss/q" in whole[3] and "loss/q" not in whole[4], "after a checkpoint there is no last update"
+
+
+def test_priorities_must_be_there_from_the_start():
+    quick("Walk")
+    with pytest.raises(dqn.UsageError, match="keep the flags of the run"):
+        dqn.train(dqn.parse_args(["--resume", "run", "--per", "--total-timesteps", "200"]))
+    quick("Walk", run_dir="per", per=True)
+    with pytest.raises(dqn.UsageError, match="keep the flags of the run"):
+        dqn.train(dqn.parse_args(["--resume", "per", "--no-per", "--total-timesteps", "200"]))
+
+
+def test_a_signal_does_not_save_what_is_not_finite(seen):
+    quick("Walk", total_timesteps=100)
+    kept = checkpoint()["run"]["env_steps"]
+
+    def spoil(optimizer, *_):
+        if seen.run.env_steps > 130:
+            next(seen.run.agent.parameters()).data.fill_(float("nan"))
+            seen.run.signal = 15
+
+    handle = register_optimizer_step_post_hook(spoil)
+    args = ["--resume", "run", "--total-timesteps", "2000", "--log-every", "1000"]
+    with pytest.raises(FloatingPointError, match=f"run has the checkpoint of step {kept}"):
+        dqn.train(dqn.parse_args(args))
+    handle.remove()
+    seen.run.writer.close()
+    assert checkpoint()["run"]["env_steps"] == kept
+
+
+def test_a_stack_of_eight_images_is_played_too():
+    """--evaluate makes the smallest buffer there is, for a stack of any height."""
+    given = vars(
+        dqn.parse_args(["--env-id", "ALE/Pong-v5", "--env-kwargs", '{"stack_num": 8}', "--device", "cpu"])
+    )
+    small = dict(run_dir="run", total_timesteps=30, buffer_size=100, learning_starts=20, batch_size=4,
+                 hidden_sizes=(8,), eval_every=0, eval_episodes=1, max_episode_steps=5)  # fmt: skip
+    dqn.train(dqn.Args(**given | small))
+    assert len(dqn.train(dqn.parse_args(["--evaluate", "run"]))) == 1
 
 
 @pytest.mark.parametrize("env_id, words", [("Pendulum-v1", ["Discrete", "Box", "sac.py"])])

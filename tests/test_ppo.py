@@ -26,6 +26,7 @@ from probe_envs import (
     Boundary,
     Boxes,
     Broken,
+    Masked,
     Probe,
     Spaces,
     Walk,
@@ -810,6 +811,18 @@ def test_a_reset_of_one_environment_leaves_observation_and_mask_of_the_other():
     obs, info = ppo.reset_done(envs, next_obs, info, done)
     assert next_obs.argmax(1).tolist() == [2, 1] and obs.argmax(1).tolist() == [0, 1]
     assert info["action_mask"].tolist() == [[1, 1, 0], [0, 1, 0]], "at time 0 and at time 1"
+
+
+def test_a_reset_without_a_mask_makes_all_actions_legal(monkeypatch):
+    monkeypatch.setattr(
+        Masked, "reset", lambda self, *, seed=None, options=None: Probe.reset(self, seed=seed)
+    )
+    envs = ppo.make_envs(quick_args("Masked"), 2)
+    envs.reset(seed=1)
+    envs.envs[0].unwrapped.t = 7
+    next_obs, _, terminated, truncated, info = envs.step(np.array([1, 1]))
+    _, info = ppo.reset_done(envs, next_obs, info, terminated | truncated)
+    assert info["action_mask"].tolist() == [[1, 1, 1], [0, 1, 0]]
 
 
 def test_async_environments_give_the_same_training_as_sync_ones():
