@@ -1100,7 +1100,8 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
-            self.check_finite(**{name: x.cpu().numpy() for name, x in self.agent.state_dict().items()})
+            state = self.agent.state_dict().items()
+            self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:
