@@ -815,7 +815,7 @@ class Film:
         """Takes the frame after actions; without them, that of the reset."""
         if self.twin is None:
             frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
                 frame = envs.envs[0].render()
             if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
                 raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
@@ -985,7 +985,9 @@ class Run:
             return False
 
     def checkpoint(self) -> None:
-        """Saves all that the run depends on, after what it takes for written."""
+        """Saves all that the run depends on, if it is sound, after what it takes for written."""
+        state = self.agent.state_dict().items()
+        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
         self.tensorboard(SummaryWriter.flush, again=True)
         now = time.perf_counter()
         self.seconds, self.started_at = self.seconds + now - self.started_at, now
@@ -1100,8 +1102,6 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
-            state = self.agent.state_dict().items()
-            self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:

@@ -334,7 +334,7 @@ def train(args: Args) -> np.ndarray:
     elif args.compile:
         compute_critic_loss = torch.compile(compute_critic_loss)
         compute_actor_loss = torch.compile(compute_actor_loss)
-    rows = args.num_envs * 8 if args.evaluate else args.buffer_size  # playing needs no memory
+    rows = 100 * args.num_envs if args.evaluate else args.buffer_size  # playing needs no memory
     buffer = ReplayBuffer(rows, args.num_envs, *spaces, device)
     run = Run(
         args, actor, args.log_every, critic=critic, target_actor=target_actor, target_critic=target_critic,
@@ -623,7 +623,8 @@ def free_memory(device: torch.device) -> float:
         available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
         limits += [1024 * int(available[1])] if available else []
     if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
-        limits.append(int(limit) - int((group / "memory.current").read_text()))
+        cache = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        limits.append(int(limit) - int((group / "memory.current").read_text()) + sum(map(int, cache)))
     return min(limits)
 
 
@@ -834,7 +835,7 @@ class Film:
         """Takes the frame after actions; without them, that of the reset."""
         if self.twin is None:
             frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
                 frame = envs.envs[0].render()
             if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
                 raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
@@ -1004,7 +1005,9 @@ class Run:
             return False
 
     def checkpoint(self) -> None:
-        """Saves all that the run depends on, after what it takes for written."""
+        """Saves all that the run depends on, if it is sound, after what it takes for written."""
+        state = self.agent.state_dict().items()
+        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
         self.tensorboard(SummaryWriter.flush, again=True)
         now = time.perf_counter()
         self.seconds, self.started_at = self.seconds + now - self.started_at, now
@@ -1119,8 +1122,6 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
-            state = self.agent.state_dict().items()
-            self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:

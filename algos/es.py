@@ -572,7 +572,7 @@ class Film:
         """Takes the frame after actions; without them, that of the reset."""
         if self.twin is None:
             frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):
+            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
                 frame = envs.envs[0].render()
             if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
                 raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
@@ -742,7 +742,9 @@ class Run:
             return False
 
     def checkpoint(self) -> None:
-        """Saves all that the run depends on, after what it takes for written."""
+        """Saves all that the run depends on, if it is sound, after what it takes for written."""
+        state = self.agent.state_dict().items()
+        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
         self.tensorboard(SummaryWriter.flush, again=True)
         now = time.perf_counter()
         self.seconds, self.started_at = self.seconds + now - self.started_at, now
@@ -857,8 +859,6 @@ class Run:
         save = finished or stop or due(args.checkpoint_every, self.saved_at)
         save = save and self.env_steps > self.saved_at
         if save:
-            state = self.agent.state_dict().items()
-            self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
             self.checkpoint()
         self.new_segment, self.started = save or not self.started, True
         if self.new_segment:
@@ -1020,13 +1020,9 @@ class Leader(Run):
     def rescue(self) -> str:
         """Saves the generation's start: nothing of it was learned yet. Returns where, for the last line."""
         if self.safe and self.env_steps > self.saved_at:
-            self.writer.flush()
-            now = time.perf_counter()
-            self.seconds, self.started_at = self.seconds + now - self.started_at, now
-            self.saved_at = self.env_steps
-            self.save(self.folder / "checkpoint.pt", **self.parts)
-        how = f"python {sys.argv[0]} --resume {self.folder}"
-        return f"saved at step {self.saved_at}; to go on with any number of processes: {how}"
+            self.checkpoint()
+        how = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
+        return f"{self.folder} has {self.kept}; to go on with any number of processes: {how}"
 
 
 class Follower:

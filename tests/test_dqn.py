@@ -190,10 +190,13 @@ def test_the_smallest_buffer_always_has_a_step_to_draw(stack):
 
 def test_a_container_s_memory_is_free_only_as_far_as_it_is_not_in_use(monkeypatch):
     texts = {"memory.max": "8000\n", "memory.current": "7000\n", "meminfo": "MemAvailable:  9000 kB"}
+    texts["memory.stat"] = (
+        "anon 6000\nfile 1000\ninactive_file 300\nactive_file 200\n"  # given back when asked for
+    )
     exists, read_text = Path.exists, Path.read_text
     monkeypatch.setattr(Path, "exists", lambda path: path.name in texts or exists(path))
     monkeypatch.setattr(Path, "read_text", lambda path: texts.get(path.name) or read_text(path))
-    assert dqn.free_memory(CPU) == 1000
+    assert dqn.free_memory(CPU) == 1500
     texts["memory.max"] = "max\n"
     assert dqn.free_memory(CPU) == 9000 * 1024
 
@@ -709,48 +712,44 @@ def test_all_32_combinations_train_and_resume():
         assert progress(run)[-1]["step"] == "80" and "loss/q" in progress(run)[-1]
 
 
+@pytest.fixture
+def kill_and_resume(monkeypatch):
+    """Trains until the checkpoint of a step is written, dies there, and goes on from it."""
+
+    def run(step, env, **settings):
+        def kill(self, path, **parts):
+            saved = save(self, path, **parts)
+            if path.name == "checkpoint.pt" and self.env_steps == step:
+                self.writer.close()
+                raise KeyboardInterrupt
+            return saved
+
+        save = dqn.Run.save
+        monkeypatch.setattr(dqn.Run, "save", kill)
+        with pytest.raises(KeyboardInterrupt):
+            quick(env, **settings)
+        monkeypatch.setattr(dqn.Run, "save", save)
+        dqn.train(dqn.parse_args(["--resume", "run"]))
+
+    return run
+
+
 @pytest.mark.parametrize("variant", ["per", "all"])
-def test_a_killed_run_ends_as_an_uninterrupted_one_with_priorities_and_noise_too(variant, monkeypatch):
+def test_a_killed_run_ends_as_an_uninterrupted_one_with_priorities_and_noise_too(variant, kill_and_resume):
     settings = VARIANTS[variant] | dict(checkpoint_every=50, buffer_size=80, normalize_obs=True)
     quick("Boundary", run_dir="whole", total_timesteps=150, **settings)
-    real = dqn.Run.save
-
-    def kill(self, path, **parts):
-        saved = real(self, path, **parts)
-        if path.name == "checkpoint.pt" and self.env_steps == 100:
-            self.writer.close()
-            raise KeyboardInterrupt
-        return saved
-
-    monkeypatch.setattr(dqn.Run, "save", kill)
-    with pytest.raises(KeyboardInterrupt):
-        quick("Boundary", total_timesteps=150, **settings)
-    monkeypatch.setattr(dqn.Run, "save", real)
-    dqn.train(dqn.parse_args(["--resume", "run"]))
+    kill_and_resume(100, "Boundary", total_timesteps=150, **settings)
     whole, resumed = checkpoint("whole"), checkpoint()
     assert whole.keys() == resumed.keys() >= {"priorities", "buffer", "target"}
     assert all(equal(whole[part], resumed[part]) for part in whole.keys() - {"run"})
 
 
-def test_a_resumed_run_logs_what_the_uninterrupted_one_does_where_no_update_is_near(monkeypatch):
+def test_a_resumed_run_logs_what_the_uninterrupted_one_does_where_no_update_is_near(kill_and_resume):
     settings = dict(checkpoint_every=40, log_every=10, train_every=30, total_timesteps=80)
     quick("Walk", run_dir="whole", **settings)
     whole = progress("whole")
-    real = dqn.Run.save
-
-    def kill(self, path, **parts):
-        saved = real(self, path, **parts)
-        if path.name == "checkpoint.pt" and self.env_steps == 40:
-            self.writer.close()
-            raise KeyboardInterrupt
-        return saved
-
-    monkeypatch.setattr(dqn.Run, "save", kill)
-    with pytest.raises(KeyboardInterrupt):
-        quick("Walk", run_dir="killed", **settings)
-    monkeypatch.setattr(dqn.Run, "save", real)
-    dqn.train(dqn.parse_args(["--resume", "killed"]))
-    assert progress("killed") == whole
+    kill_and_resume(40, "Walk", **settings)
+    assert progress() == whole
     assert "loss/q" in whole[3] and "loss/q" not in whole[4], "after a checkpoint there is no last update"
 
 

@@ -503,7 +503,7 @@ def test_a_lost_process_leaves_a_checkpoint_that_any_number_of_processes_resumes
     steps = [int(row["step"]) for row in progress("team")]
     how = "to go on with any number of processes: python es.py --resume team"
     assert said.startswith("es.py: lost one of 2 processes (")
-    assert said.endswith(f"; saved at step {steps[-1]}; {how}")
+    assert said.endswith(f" has the checkpoint of step {steps[-1]}; {how}")
     assert checkpoint("team")["run"]["env_steps"] == steps[-1] > 0
     assert steps[-1] % 300, "not a checkpoint that was due anyway"
     args = json.loads(Path("team/args.json").read_text()) | {"env_kwargs": "{}"}

@@ -19,8 +19,8 @@ CHANGED = {
 }  # fmt: skip
 LINES = {  # above the rule line of the utilities, in all
     "reinforce": (308, 982), "vpg": (390, 1064), "a2c": (412, 1194), "trpo": (450, 1124),
-    "ppo": (447, 1194), "ppo_variants": (518, 1265), "q_learning": (291, 906), "dqn": (480, 1325),
-    "ddpg_td3": (392, 1213), "sac": (455, 1259), "es": (291, 1078),
+    "ppo": (447, 1194), "ppo_variants": (518, 1265), "q_learning": (291, 906), "dqn": (479, 1325),
+    "ddpg_td3": (392, 1214), "sac": (455, 1260), "es": (291, 1074),
 }  # fmt: skip
 
 SOURCE = {path.stem: path.read_text() for path in SCRIPTS}

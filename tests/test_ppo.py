@@ -1015,6 +1015,22 @@ def test_the_training_is_kept_if_an_evaluation_fails(eval_every, step, runs, mon
     assert [row["step"] for row in progress() if "eval/return_mean" in row][-1] == "96"
 
 
+def test_an_evaluation_that_fails_of_nan_weights_leaves_the_last_good_checkpoint(runs, monkeypatch):
+    evaluate = ppo.evaluate
+
+    def fail(*given):
+        if runs[-1].env_steps > 64:
+            next(runs[-1].agent.parameters()).data.fill_(math.nan)
+            raise RuntimeError("the simulator does not like NaN")
+        return evaluate(*given)
+
+    monkeypatch.setattr(ppo, "evaluate", fail)
+    with pytest.raises(FloatingPointError, match="run has the checkpoint of step 64"):
+        quick("Walk", checkpoint_every=64)
+    runs[-1].writer.close()
+    assert checkpoint()["run"]["env_steps"] == 64
+
+
 def test_a_stop_tells_which_checkpoint_there_is_and_how_to_go_on_from_it(monkeypatch, capsys):
     stopped = dict(signal="SIGTERM", after=50)
     Walk.forget()
