@@ -273,9 +273,12 @@ def test_failed_seed_is_reported_with_its_reason(tmp_path):
 @pytest.mark.parametrize(
     ("words", "names"),
     [
-        ("--algos dqn --envs ALE/Pong-v5", ["dqn-1_step", "dqn-4_step", "dqn-4_step_sticky"]),
+        (
+            "--algos dqn --envs ALE/Pong-v5",
+            ["dqn-1_step", "dqn-1_step_sticky", "dqn-4_step", "dqn-4_step_sticky"],
+        ),
         ("--algos dqn-4_step", ["dqn-4_step"]),
-        ("--algos dqn-5_step", "--algos dqn-5_step: suite dqn_pong has dqn dqn-1_step dqn-4_step"),
+        ("--algos dqn-5_step", "--algos dqn-5_step: suite dqn_pong has dqn dqn-1_step dqn-1_step_sticky"),
         ("--envs ALE/Pong-v4", "--envs ALE/Pong-v4: suite dqn_pong has ALE/Pong-v5"),
     ],
 )
