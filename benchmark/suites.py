@@ -25,11 +25,12 @@ class Cell(NamedTuple):
 LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same curve as 100
 NOT_STICKY = ("--env-kwargs", '{"repeat_action_probability": 0}')
 PONG = (
-    "--buffer-size", "100000", "--learning-starts", "10000", "--epsilon-end", "0.02", "--eval-every", "25000",
-    "--checkpoint-every", "50000",
+    "--learning-starts", "10000", "--train-every", "1", "--exploration-fraction", "0.1",
+    "--eval-every", "25000", "--checkpoint-every", "50000",
 )  # fmt: skip
-PONG_1_STEP = (*PONG, "--train-every", "1", "--exploration-fraction", "0.1")
-PONG_4_STEP = (*PONG, "--n-step", "4", "--train-every", "1", "--exploration-fraction", "0.2")
+PONG_1_STEP = (*PONG, "--buffer-size", "100000", "--epsilon-end", "0.02")
+# Targets of four steps hold actions that are not the learner's: a short memory and few random actions.
+PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end", "0.01")
 
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
