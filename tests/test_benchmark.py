@@ -223,6 +223,36 @@ def test_commands_of_the_results_can_be_pasted():
             assert all(isinstance(json.loads(word), dict) for word in kwargs), f"{path}: {row['command']}"
 
 
+def flags_and_values(words):
+    """{"--env-id": ["E-v0"], ...}: the words of a command line by flag, whatever their order."""
+    flags = {}
+    for word in words:
+        if word.startswith("--"):
+            flags[word] = []
+        else:
+            flags[next(reversed(flags))].append(word)
+    return flags
+
+
+def test_results_are_of_the_settings_in_the_suites():
+    """A cell that gets other settings is measured again: no curve of the old passes for one of the new."""
+    import suites
+
+    cells = {}  # a cell may be in two suites, with the same settings or for another number of steps
+    for cell in (cell for suite in suites.SUITES.values() for cell in suite):
+        cells.setdefault((cell.name, cell.env_id), []).append((cell.steps, flags_and_values(cell.args)))
+    told = 0
+    for path in sorted((BENCHMARK / "results").glob("*__*.csv")):
+        for row in read(path):
+            flags = flags_and_values(shlex.split(row["command"])[2:])
+            for flag in ("--env-id", "--seed", "--total-timesteps", "--run-dir"):
+                flags.pop(flag)
+            trained = int(row["total_timesteps"]), flags
+            assert trained in cells[row["algo"], row["env_id"]], f"{path.name}: {row['command']}"
+            told += 1
+    assert told
+
+
 @pytest.mark.parametrize("broken", ["folder", "progress.csv", "environment.json", "../1.json"])
 def test_seed_whose_files_are_gone_or_cut_fails_alone(broken, project):
     folder = project / f"benchmark/runs/ppo__CartPole-v1__{TOTAL}/1"
