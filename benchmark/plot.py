@@ -179,7 +179,9 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
             joint_ends[algo].append((final - start) / (bar - start))
     joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1 and not together}
     count = len(panels) + bool(joint)
-    figure, panel = make_panels(count, 4.4, 3.3)
+    figure, panel = make_panels(count, 6.6 if together else 4.4, 3.3)
+    # Many curves leave no room among them.
+    beside = dict(loc="upper left", bbox_to_anchor=(1, 1)) if together else {}
     for axes, where in zip(panel, panels, strict=False):
         bars, ends, episodes = {}, [], 0
         for (env_id, algo, total), seeds in curves.items():
@@ -199,7 +201,7 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
             axes.axhline(bar, color=shared, linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
         axes.set(title=where[0], xlabel="environment steps", ylabel="return of the evaluation")
         axes.xaxis.set_major_formatter(steps_label)
-        axes.legend(fontsize=8)
+        axes.legend(fontsize=8, **beside)
     if joint:
         axes = panel[-1]
         for algo, strata in joint.items():
