@@ -488,6 +488,12 @@ def panels(tmp_path, monkeypatch):
 
 
 @needs_matplotlib
+def test_legend_of_many_curves_covers_none(panels):
+    axes, *others = panels([("ppo", "A-v0", 100, 10, 5, 8), ("a2c", "A-v0", 200, 20, 5, 30)], True)
+    assert not others and axes.get_legend().get_window_extent().x0 >= axes.bbox.x1
+
+
+@needs_matplotlib
 def test_final_mean_is_marked_at_the_end_of_its_curve(panels):
     first, _, joint = panels([("ppo", "A-v0", 100, 10, 5, 8), ("ppo", "B-v0", 200, 20, 5, 30)], False)
     ends = lambda axes: [
