@@ -1,17 +1,16 @@
 """Advantage Actor-Critic (Mnih et al. 2016, arXiv 1602.01783): one gradient step of actor and critic on each
 short rollout, whose returns end in the critic's value instead of waiting for the episode to end.
 
-    advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, to the rollout's end   (Schulman et al. 2016, eq. 16)
-               delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
-               lambda = 1: A_t = r_t + gamma r_{t+1} + ... + gamma^(n-t) V(s_n) - V(s_t)      (Algorithm S3)
     policy     L_PG = E[A_t log pi(a_t | s_t)]
     total      L = L_PG - c_1 (V(s_t) - R_t)^2 + c_2 entropy(pi), R_t = A_t + V(s_t); A_t, R_t are constants
+    advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
+               lambda = 1: A_t = r_t + gamma r_{t+1} + ... + gamma^(n-t) V(s_n) - V(s_t)      (Algorithm S3)
 
 Differences from the paper:
  1. Synchronous: all environments step together and one gradient is the mean over their steps. In the paper's
     A3C, asynchronous workers each sum over steps of their own and write to shared parameters.
- 2. Adam by default; --optimizer rmsprop is the paper's.
- 3. lambda may be below 1, and advantages may be normalized; the gradient is clipped by its global norm.
+ 2. Adam in place of RMSprop; the gradient is clipped by its global norm.
+ 3. lambda may be below 1 (Schulman et al. 2016, arXiv 1506.02438, eq. 16), and advantages may be normalized.
  4. The value error carries a factor 1/2; actor and critic share no layers by default.
  5. A time limit is no termination: A_t bootstraps from the value of the true final observation.
  6. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
@@ -28,14 +27,12 @@ Differences from the paper:
 # ]
 # ///
 
-import atexit, contextlib, csv, importlib.util, io, itertools, json, math, multiprocessing, os, platform
-import random, re, shlex, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
-from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import cv2
 import gymnasium as gym
@@ -43,80 +40,189 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
-from tensorboard.compat.proto.summary_pb2 import Summary
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Rate = Annotated[float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 
 
 @dataclass
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
-    compile: bool = False  # CUDA: capture the update as a graph; CPU: torch.compile the loss
+    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    compile: bool = False  # on CUDA: capture the update as a graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder to continue
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
+    init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 50_000  # environment steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: int = 10  # episodes of one evaluation
     log_every: int = 1_000  # environment steps between rows of the log
+    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: int = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
     capture_video: bool = False  # film an episode of each evaluation
     render: bool = False  # show an episode of each evaluation in a window
-    track: Literal["none", "wandb", "trackio"] = "none"  # also log to this service
+    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
-    env_kwargs: str = "{}"  # JSON object of arguments for the environment, besides the tuned ones
-    num_envs: int = 4  # environments that step together
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 4  # environments that step together
     async_envs: bool = False  # one process per environment, for slow ones
-    max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
-    stop_return: float | None = None  # stop when the mean return of an evaluation reaches this
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
-    total_timesteps: int = 1_000_000  # environment steps, rounded up to whole rollouts
-    num_steps: int = 32  # steps of each environment in a rollout
-    optimizer: Literal["adam", "rmsprop"] = "adam"  # what takes the step
-    learning_rate: float = 1e-3  # step size of the update
-    critic_lr: float | None = None  # learning rate of the critic; None: learning_rate
-    anneal_lr: bool = True  # learning rates fall linearly to 0
-    adam_eps: float = 1e-5  # added to the denominator of Adam
-    gamma: float = 0.99  # discount
-    gae_lambda: float = 0.95  # lambda of the advantage; 1: returns to the end of the rollout, then V
-    normalize_advantage: bool = False  # to mean 0 and standard deviation 1 in each minibatch
-    value_coef: float = 0.5  # c_1, weight of the value error
+    total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
+    num_steps: Count = 32  # steps of each environment in a rollout
+    learning_rate: Rate = 1e-3  # step size of the update
+    critic_lr: Rate | None = None  # learning rate of the critic; None: learning_rate
+    anneal_lr: bool = False  # learning rates fall linearly to 0
+    adam_eps: Rate = 1e-5  # added to the denominator of Adam
+    gamma: Share = 0.99  # discount
+    gae_lambda: Share = 0.95  # lambda of the advantage; 1: returns to the end of the rollout, then V
+    normalize_advantage: bool = False  # to mean 0 and standard deviation 1 in each rollout
+    value_coef: Rate = 0.5  # c_1, weight of the value error
     entropy_coef: float = 0.0  # c_2, weight of the entropy
-    max_grad_norm: float = 0.5  # global norm at which the gradient is clipped; 0: never
-    hidden_sizes: tuple[int, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
+    entropy_method: Literal["none", "regularized", "max"] = "regularized"  # add it to: nothing, loss, rewards
+    max_grad_norm: Rate = 0.5  # global norm at which the gradient is clipped
+    hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
     shared_trunk: bool = False  # actor and critic share all layers but the last
+    log_std_init: float = -1.0  # log standard deviation of Box actions at first
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
     normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
     clip_reward: bool = False  # rewards to their sign, for learning only
 
 
-# Own trials, results in benchmark/results; LunarLander and MuJoCo (HalfCheetah, 300k steps): one seed.
-TUNED = {
-    "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3),
-    "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3,
-                       normalize_advantage=True, normalize_obs=True, normalize_reward=True,
-                       eval_every=25_000),
-    "Pendulum-v1": dict(num_envs=8, num_steps=8, critic_lr=3e-3, gamma=0.9, gae_lambda=0.9,
-                        normalize_reward=True, eval_every=100_000),
-    "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=100, gamma=0.9999, gae_lambda=0.9,
-                                     normalize_obs=True, normalize_reward=True),
-    "LunarLander-v3": dict(num_envs=16, num_steps=16, critic_lr=3e-3, gamma=0.995, entropy_coef=0.01,
-                           normalize_reward=True, eval_every=100_000),
-    "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, normalize_advantage=True,
-                   normalize_obs=True, normalize_reward=True, eval_every=50_000),
-    # as RL Baselines3 Zoo has it for Atari, also with RMSprop of eps inside the root
-    "atari": dict(total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, optimizer="rmsprop",
-                  learning_rate=7e-4, anneal_lr=False, value_coef=0.25, entropy_coef=0.01, shared_trunk=True,
-                  hidden_sizes=(512,), activation="relu", clip_reward=True, eval_every=500_000,
-                  checkpoint_every=500_000, log_every=10_000, torch_threads=0,
-                  env_kwargs='{"repeat_action_probability": 0.25}'),
-}  # fmt: skip
+# -------------------------------------------------------------------------------------------- learning rule
+def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
+    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16; PPO eq. 11, 12).
+
+    All inputs and the result are (num_steps, num_envs). next_value[t] is V of the true successor of step t,
+    also of a final observation. A termination ends the return, a truncation only the recursion.
+    """
+    td_error = reward + gamma * (1 - terminated) * next_value - value
+    decay = gamma * gae_lambda * (1 - done)
+    advantage = td_error.clone()
+    for t in reversed(range(len(advantage) - 1)):
+        advantage[t] += decay[t] * advantage[t + 1]
+    return advantage
+
+
+def policy_loss(log_prob, advantage):
+    """-L_PG: its gradient is that of the policy gradient theorem, with the sign turned. Inputs (B,)."""
+    return -(log_prob * advantage).mean()
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    device, batch_size = set_up(args), args.num_envs * args.num_steps
+    envs, obs, info = start_segment(args)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
+    critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
+    critic = [*agent.critic.parameters(), *agent.value_head.parameters()]
+    actor = [*agent.shared.parameters(), *agent.actor.parameters(), *agent.head.parameters()]
+    optimizer = make_adam([(actor, args.learning_rate), (critic, critic_lr)], device, args.adam_eps)
+    reward_norm = RewardNorm(args.gamma)
+
+    def update(batch, rows):
+        """One gradient step on these rows of a rollout of tensors (num_steps * num_envs, ...)."""
+        batch = {name: x.index_select(0, rows) for name, x in batch.items()}
+        features = agent.encode(batch["obs"])
+        pi, value = agent.policy(features, batch.get("mask")), agent.value(features)
+        log_prob, entropy = agent.head.log_prob(pi, batch["action"]), agent.head.entropy(pi).mean()
+        advantage = batch["advantage"]
+        if args.normalize_advantage and len(advantage) > 1:
+            advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        loss_policy = policy_loss(log_prob, advantage)
+        loss_value = 0.5 * F.mse_loss(value, batch["return_"])
+        loss = loss_policy + args.value_coef * loss_value
+        if args.entropy_coef and args.entropy_method == "regularized":
+            loss = loss - args.entropy_coef * entropy
+        optimizer.zero_grad()
+        loss.backward()
+        actor_norm, critic_norm = clip_gradients(optimizer, args.max_grad_norm)
+        optimizer.step()
+        return {
+            "loss/policy": loss_policy.detach(), "loss/value": loss_value.detach(),
+            "policy/entropy": entropy.detach(),
+            "grad/actor_norm": actor_norm, "grad/critic_norm": critic_norm,
+        }  # fmt: skip
+
+    learn = CudaGraph(update) if args.compile and device.type == "cuda" else update
+    all_rows = torch.arange(batch_size, device=device)
+    run = Run(args, batch_size, agent=agent, optimizer=optimizer, reward_norm=reward_norm)
+    if args.evaluate:
+        return run.evaluate()
+    while True:
+        # Pause: score, save, end, or go on from what was saved
+        if run.due(args.eval_every) and not run.signal:
+            run.evaluate()
+        if run.due(args.checkpoint_every * args.num_envs):
+            run.checkpoint()
+        if run.finished:
+            return run.close(envs)
+        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
+            envs, obs, info = start_segment(args, run.env_steps, envs)
+            reward_norm.return_ = 0.0
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+
+        # Act and step. Only the actor runs here; values follow in one batch.
+        steps = []
+        for _ in range(args.num_steps):
+            action = agent.act(obs, info, greedy=False)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            done = terminated | truncated
+            steps.append(dict(
+                obs=obs, mask=info.get("action_mask"), action=action, reward=np.float32(reward),
+                next_obs=next_obs, terminated=terminated, done=done,
+            ))  # fmt: skip
+            run.count(reward, done)
+            obs, info = reset_done(envs, info, next_obs, next_info, done)
+
+        # Advantages, by the networks that collected the rollout; their recursion runs on the host
+        rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...)
+        flat = {name: to_tensor(x.flatten(0, 1), device) for name, x in rollout.items()}
+        batch = {name: flat[name] for name in ("obs", "mask", "action") if name in flat}
+        with torch.no_grad():
+            features = agent.encode(batch["obs"])
+            pi, value = agent.policy(features, batch.get("mask")), agent.value(features)
+            next_value = agent.value(agent.encode(flat["next_obs"]))
+        reward, terminated, done = rollout["reward"], rollout["terminated"], rollout["done"]
+        value, next_value = value.cpu().view_as(reward), next_value.cpu().view_as(reward)
+        if args.normalize_reward:
+            reward = reward_norm(reward, done)
+        if args.clip_reward:
+            reward = reward.sign()
+        if args.entropy_method == "max":
+            reward = reward + args.entropy_coef * agent.head.entropy(pi).cpu().view_as(reward)
+        advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
+        batch["advantage"] = to_tensor(advantage.flatten(), device)
+        batch["return_"] = to_tensor((advantage + value).flatten(), device)
+
+        # Update, once on the whole rollout
+        metrics = learn(batch, all_rows)
+        if args.normalize_obs:  # only now: the values of the rollout are under the old normalizer
+            agent.obs_norm.update(batch["obs"])
+
+        # Log
+        if run.due(args.log_every):
+            run.log(metrics | {
+                "value/mean": value.mean(), "value/target_mean": (advantage + value).mean(),
+                "value/explained_variance": 1 - advantage.var() / (advantage + value).var().clamp(min=1e-8),
+                "reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max(),
+                "schedule/learning_rate": optimizer.param_groups[0]["lr"],
+            })  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -127,534 +233,132 @@ def orthogonal(layer, gain=2**0.5):
     return layer
 
 
-class Pixels(nn.Module):
-    """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
+class NatureCNN(nn.Sequential):
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
 
-    def forward(self, x):
-        pixels = x.to(memory_format=torch.channels_last).float()
-        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
+    def __init__(self, channels, height, width):
+        sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        if min(height, width) < 36:
+            sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
+        convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
+        super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
+        self.to(memory_format=torch.channels_last)  # convolves faster
+
+    def forward(self, image):
+        pixels = image.to(torch.float32, memory_format=torch.channels_last)
+        return super().forward(pixels / 255 if image.dtype == torch.uint8 else pixels)
 
 
-class Trunk(nn.Sequential):
-    """nn.Sequential without the hooks of its layers, whose calls cost a quarter of a small one's time."""
+class Trunk(nn.Module):
+    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
 
-    def forward(self, x):
-        for layer in self:
-            x = layer.forward(x)
+    def __init__(self, space, hidden_sizes, activation):
+        super().__init__()
+        self.cnn = NatureCNN(*space.shape) if is_image(space) else nn.Identity()
+        sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
+        self.activation, self.width = getattr(F, activation), sizes[-1]
+
+    def forward(self, obs):
+        x = self.cnn(obs)
+        for layer in self.layers:
+            x = self.activation(layer(x))
         return x
 
 
-def make_trunk(space, hidden_sizes, activation):
-    """Observations (B, *space.shape) to features (B, hidden_sizes[-1]): an MLP, behind a CNN for images."""
-    layers, width = [], space.shape[0]
-    if is_image(space):
-        # Nature CNN (Mnih et al. 2015); below 36 pixels it is too coarse and two 3x3 layers take its place.
-        nature = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        layers = [Pixels()]
-        for channels, kernel, stride in nature if min(space.shape[1:]) >= 36 else [(16, 3, 1), (32, 3, 1)]:
-            layers += [orthogonal(nn.Conv2d(width, channels, kernel, stride)), nn.ReLU(inplace=True)]
-            width = channels
-        layers.append(nn.Flatten())
-        width = nn.Sequential(*layers)(torch.zeros(1, *space.shape)).shape[1]
-    nonlinearity = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}[activation]
-    for size in hidden_sizes:
-        layers += [orthogonal(nn.Linear(width, size)), nonlinearity()]
-        width = size
-    return Trunk(*layers).to(memory_format=torch.channels_last)
-
-
 class CategoricalHead(nn.Module):
-    """K independent choices among up to N (Discrete: K = 1). Logits (B, K, N), actions (B, K)."""
+    """K independent choices among up to N (Discrete: K = 1). pi holds their log-probabilities (B, K, N)."""
 
     def __init__(self, fan_in, space):
         super().__init__()
-        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec)
-        exists = torch.arange(choices.max()) < choices[:, None]  # (K, N)
-        self.exists, self.ragged = exists.numpy(), not exists.all()
-        self.logits = orthogonal(nn.Linear(fan_in, exists.numel()), gain=0.01)
+        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec.ravel())
+        self.register_buffer("exists", torch.arange(choices.max()) < choices[:, None], persistent=False)
+        self.ragged = not self.exists.all()
+        self.logits = orthogonal(nn.Linear(fan_in, self.exists.numel()), gain=0.01)
 
     def forward(self, features, mask=None):
+        """mask (B, sum of the choices) says which are legal."""
         logits = self.logits(features).view(-1, *self.exists.shape)
-        return logits if mask is None else logits.masked_fill(~mask, -1e8)
+        legal = self.exists.expand_as(logits)
+        if mask is not None:
+            legal = legal.masked_scatter(legal, mask.bool())
+        if mask is not None or self.ragged:
+            logits = logits.masked_fill(~legal, -1e8)
+        return logits.log_softmax(-1)
 
-    def mask(self, info, num_envs):
-        """Legal actions (num_envs, K, N): info["action_mask"] lists them choice by choice. None: all are."""
-        if "action_mask" not in info:
-            return np.tile(self.exists, (num_envs, 1, 1)) if self.ragged else None
-        mask = np.zeros((num_envs, *self.exists.shape), dtype=bool)
-        mask[:, self.exists] = info["action_mask"]
-        return mask
+    def choose(self, pi, greedy):
+        """Actions (B, K). The argmax of log p + Gumbel noise is a draw from p."""
+        return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
 
-    def noise(self, *shape):
-        """Gumbel noise (*shape, K, N): the argmax of logits + noise is a draw from softmax(logits)."""
-        return np.random.gumbel(size=(*shape, *self.exists.shape)).astype(np.float32)
+    def log_prob(self, pi, action):
+        return pi.gather(-1, action.view(len(pi), -1, 1)).sum((-2, -1))  # (B,)
 
-    def sample(self, logits, mask, noise):
-        """Actions (B, K) on the host; noise 0: the most likely ones."""
-        logits = logits.reshape(-1, *self.exists.shape) + noise
-        return (logits if mask is None else np.where(mask, logits, -np.inf)).argmax(-1)
-
-    def log_prob(self, logits, action):
-        surprise = F.cross_entropy(logits.flatten(0, 1), action.flatten(), reduction="none")
-        return -surprise.view_as(action).sum(-1)  # (B,)
-
-    def entropy(self, logits):
-        log_probs = logits.log_softmax(-1)
-        return -(log_probs.exp() * log_probs).sum((-2, -1))  # (B,)
+    def entropy(self, pi):
+        return -(pi.exp() * pi).sum((-2, -1))  # (B,)
 
 
 class GaussianHead(nn.Module):
-    """Box actions (B, A): their mean from the features, and one free log standard deviation per dimension."""
+    """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2A)."""
 
-    def __init__(self, fan_in, space):
+    def __init__(self, fan_in, space, log_std_init):
         super().__init__()
-        self.mean = orthogonal(nn.Linear(fan_in, space.shape[0]), gain=0.01)
-        self.log_std = nn.Parameter(torch.zeros(space.shape[0]))
+        self.mean = orthogonal(nn.Linear(fan_in, math.prod(space.shape)), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
 
     def forward(self, features, mask=None):
-        return self.mean(features)
+        mean = self.mean(features)
+        return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
-    def mask(self, info, num_envs):
-        return None
+    def choose(self, pi, greedy):
+        mean, log_std = pi.chunk(2, dim=-1)
+        return mean if greedy else mean + log_std.exp() * torch.randn_like(mean)  # (B, A)
 
-    def noise(self, *shape):
-        """Noise (*shape, A) with the standard deviations of the policy."""
-        std = self.log_std.detach().exp().cpu().numpy()
-        return std * np.random.standard_normal((*shape, len(std))).astype(np.float32)
+    def log_prob(self, pi, action):
+        mean, log_std = pi.chunk(2, dim=-1)
+        z = (action.view_as(mean) - mean) * (-log_std).exp()
+        return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
 
-    def sample(self, mean, mask, noise):
-        return mean + noise  # (B, A) on the host; noise 0: the mean
-
-    def log_prob(self, mean, action):
-        z = (action - mean) * (-self.log_std).exp()
-        return -(0.5 * z.square() + self.log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
-
-    def entropy(self, mean):
-        return (self.log_std + 0.5 * math.log(2 * math.pi * math.e)).sum().expand(len(mean))  # (B,)
+    def entropy(self, pi):
+        return (pi.chunk(2, dim=-1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
 
 
-class ActorCritic(nn.Module):
-    """Policy and value of observations (B, *obs_space.shape), in separate networks or on one trunk."""
+class Agent(nn.Module):
+    """Policy and value of observations (B, *obs_space.shape), in separate networks or on a shared trunk."""
 
-    def __init__(self, obs_space, action_space, args):
+    def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else None
-        self.actor_trunk = self.critic_trunk = make_trunk(obs_space, args.hidden_sizes, args.activation)
-        if not args.shared_trunk:
-            self.critic_trunk = make_trunk(obs_space, args.hidden_sizes, args.activation)
-        head = GaussianHead if isinstance(action_space, Box) else CategoricalHead
-        self.head = head(args.hidden_sizes[-1], action_space)
-        self.critic = orthogonal(nn.Linear(args.hidden_sizes[-1], 1), gain=1.0)
+        self.device, self.action_shape = device, action_space.shape
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
+        make_trunk = lambda: Trunk(obs_space, args.hidden_sizes, args.activation)
+        trunk = make_trunk()
+        if args.shared_trunk:
+            self.shared, self.actor, self.critic = trunk, nn.Identity(), nn.Identity()
+        else:
+            self.shared, self.actor, self.critic = nn.Identity(), trunk, make_trunk()
+        if isinstance(action_space, Box):
+            self.head = GaussianHead(trunk.width, action_space, args.log_std_init)
+        else:
+            self.head = CategoricalHead(trunk.width, action_space)
+        self.value_head = orthogonal(nn.Linear(trunk.width, 1), gain=1.0)
+        self.to(device)
 
-    def normalize(self, obs):
-        return obs if self.obs_norm is None else self.obs_norm(obs)
+    def encode(self, obs):
+        """What actor and critic share of their work on observations (B, ...)."""
+        return self.shared(self.obs_norm(obs))
 
-    def value(self, obs):
-        return self.critic(self.critic_trunk(self.normalize(obs))).squeeze(-1)  # (B,)
+    def policy(self, features, mask=None):
+        """pi(. | s) as its head describes it."""
+        return self.head(self.actor(features), mask)
 
-    def forward(self, obs, action, mask=None):
-        """Log-probability of the actions (B,), logits or mean of the policy, value of the states (B,)."""
-        obs = self.normalize(obs)
-        features = self.actor_trunk(obs)
-        policy = self.head(features, mask)
-        features = features if self.critic_trunk is self.actor_trunk else self.critic_trunk(obs)
-        return self.head.log_prob(policy, action), policy, self.critic(features).squeeze(-1)
+    def value(self, features):
+        return self.value_head(self.critic(features)).squeeze(-1)  # (B,)
 
-
-# -------------------------------------------------------------------------------------------- learning rule
-def compute_gae(rewards, values, next_values, terminated, done, gamma, gae_lambda):
-    """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16; PPO eq. 11, 12).
-
-    All inputs and the result are (num_steps, num_envs). next_values[t] is V of the true successor of step t,
-    also of a final observation. A termination ends the return, a truncation only the recursion.
-    """
-    td_error = rewards + gamma * (1 - terminated) * next_values - values
-    decay = gamma * gae_lambda * (1 - done)
-    advantages, advantage = [], torch.zeros_like(td_error[0])
-    for delta, factor in zip(td_error.flip(0), decay.flip(0), strict=True):  # from the last step to the first
-        advantage = delta + factor * advantage
-        advantages.append(advantage)
-    return torch.stack(advantages).flip(0)
-
-
-def advantage_loss(log_prob, advantage):
-    """-L_PG: its gradient is minus that of the policy, A_t grad log pi(a_t | s_t), mean of (B,)."""
-    return -(log_prob * advantage).mean()
-
-
-# ------------------------------------------------------------------------------------------------- training
-def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
-    device = set_up(args)
-    args = replace(args, total_timesteps=round_up(args.total_timesteps, args.num_envs * args.num_steps))
-    envs, obs, info = start_segment(args, env_steps=0)
-    agent = ActorCritic(envs.single_observation_space, envs.single_action_space, args).to(device)
-    critic = [p for name, p in agent.named_parameters() if name.startswith("critic")]
-    actor = [p for name, p in agent.named_parameters() if not name.startswith("critic")]
-    max_norm = args.max_grad_norm or math.inf
-    parts, learning_rates = [actor + critic], [args.learning_rate]
-    if args.critic_lr is not None:
-        parts, learning_rates = [actor, critic], [args.learning_rate, args.critic_lr]
-    vectors = [as_one_vector(part) for part in parts]
-    groups = [{"params": [vector]} for vector in vectors]
-    if args.optimizer == "adam":
-        optimizer = torch.optim.Adam(groups, eps=args.adam_eps, fused=True)
-    else:
-        optimizer = RMSprop(groups, eps=args.adam_eps)
-    reward_norm = RewardNorm(args.gamma).to(device)
-
-    host_policy = on_host(agent.obs_norm, agent.actor_trunk, agent.head)
-
-    def act(obs, info, noise=0.0):
-        """Actions (B, K or A), drawn with noise from the head; noise 0 acts greedily."""
-        return agent.head.sample(host_policy(obs), agent.head.mask(info, len(obs)), noise)
-
-    def compute_loss(batch):
-        """-L, L_PG's part and the value's part, of a rollout of (B, ...) tensors."""
-        log_prob, policy, value = agent(batch["obs"], batch["action"], batch.get("mask"))
-        advantage = batch["advantage"]
-        if args.normalize_advantage and len(advantage) > 1:
-            std, mean = torch.std_mean(advantage)
-            advantage = (advantage - mean) / (std + 1e-8)
-        loss_policy = advantage_loss(log_prob, advantage)
-        loss_value = 0.5 * F.mse_loss(value, batch["return"])
-        loss = loss_policy + args.value_coef * loss_value
-        if args.entropy_coef:
-            loss = loss - args.entropy_coef * agent.head.entropy(policy).mean()
-        return loss, loss_policy, loss_value
-
-    def update(batch):
-        """One gradient step. Nothing in it waits for the device."""
-        loss, loss_policy, loss_value = compute_loss(batch)
-        optimizer.zero_grad(set_to_none=False)
-        loss.backward()
-        grad_norm = nn.utils.clip_grad_norm_(vectors, max_norm, foreach=True)
-        optimizer.step()
-        losses = {"loss/policy": loss_policy, "loss/value": loss_value, "loss/total": loss}
-        return {"grad/norm": grad_norm} | {name: value.detach() for name, value in losses.items()}
-
-    @torch.no_grad()
-    def measure(batch):
-        """What the update has made of the policy."""
-        log_prob, policy, _ = agent(batch["obs"], batch["action"], batch.get("mask"))
-        return {"policy/entropy": agent.head.entropy(policy).mean(), "policy/log_prob": log_prob.mean()}
-
-    if args.compile and device.type == "cuda":
-        update = CudaGraph(update)
-    elif args.compile:
-        compute_loss = torch.compile(compute_loss)
-    zeros = np.zeros(args.num_envs)
-    storage = Storage(
-        args.num_steps, device, obs=obs, mask=agent.head.mask(info, args.num_envs), action=act(obs, info),
-        next_obs=obs, reward=zeros, terminated=zeros, done=zeros,
-    )  # fmt: skip
-    run = Run(args, agent, log_every=args.log_every, optimizer=optimizer, reward_norm=reward_norm)
-    for group in optimizer.param_groups:  # a learning rate in a tensor can change inside a CUDA graph
-        group.update(lr=torch.zeros((), device=device), capturable=args.compile and device.type == "cuda")
-    while run.proceed(act):
-        if run.new_segment:
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            reward_norm.return_ = 0.0
-        fraction_left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
-            group["lr"].fill_(learning_rate * fraction_left)
-
-        # Act and step. Only the actor runs here; values and log-probabilities follow in one batch.
-        noise = agent.head.noise(args.num_steps, args.num_envs)
-        for t in range(args.num_steps):
-            storage.write(t, obs=obs, mask=agent.head.mask(info, args.num_envs))
-            action = act(obs, info, noise[t])
-            env_action = action.reshape(envs.action_space.shape)
-            next_obs, reward, terminated, truncated, info = envs.step(env_action)
-            done = terminated | truncated
-            storage.write(t, action=action, next_obs=next_obs)
-            storage.write(t, reward=reward, terminated=terminated, done=done)
-            run.count(reward, done)
-            obs, info = reset_done(envs, next_obs, info, done)
-
-        # Advantages, by the networks that collected the rollout
-        run.check_finite(observation=storage.array["next_obs"], reward=storage.array["reward"])
-        rollout = storage.to_device()
-        batch = {name: rollout[name].flatten(0, 1) for name in ("obs", "action", "mask") if name in rollout}
-        reward, terminated, done = rollout["reward"], rollout["terminated"], rollout["done"]
-        if args.normalize_reward:
-            reward = reward_norm(reward, done)
-        if args.clip_reward:
-            reward = reward.sign()
-        ends = storage.array["done"].astype(bool)
-        ends[-1] = True  # the rollout
-        ends = torch.from_numpy(np.flatnonzero(ends)).to(device, non_blocking=True)
-        with torch.no_grad():
-            value = agent.value(batch["obs"])
-            next_value = value.roll(-args.num_envs)  # that of the next row, but where something ends
-            next_value[ends] = agent.value(rollout["next_obs"].flatten(0, 1)[ends])
-        value, next_value = value.view_as(reward), next_value.view_as(reward)
-        advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
-        batch["advantage"], batch["return"] = advantage.flatten(), (advantage + value).flatten()
-
-        # Update
-        metrics = update(batch)
-        if args.normalize_obs:  # only now, so that the update sees what the rollout saw
-            agent.obs_norm.update(batch["obs"])
-
-        # Log
-        if run.env_steps < run.next_stop:  # no row is due
-            continue
-        metrics["grad/norm_clipped"] = metrics["grad/norm"].clamp(max=max_norm)
-        unexplained = advantage.var(correction=0) / (advantage + value).var(correction=0).clamp(min=1e-8)
-        metrics["value/explained_variance"] = 1 - unexplained
-        run.log(metrics | measure(batch))
-        run.log({"reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max()})
-        run.log({"schedule/learning_rate": args.learning_rate * fraction_left})
-    envs.close()
-    return run.close()
-
-
-# ------------------------------------------------------------------ utilities, the same text in every script
-class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
-
-
-def run_folder(path: str) -> Path:
-    """The run folder that path is or lies in."""
-    for folder in (Path(path), *Path(path).parents):
-        if (folder / "args.json").is_file():
-            return folder
-    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
-
-
-def env_family(env_id: str) -> str:
-    """classic, toy_text, box2d, mujoco or atari for environments of Gymnasium and ale-py; else empty."""
-    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
-    family = re.match(r"gymnasium\.envs\.(classic|toy_text|box2d|mujoco)", entry)
-    return "atari" if env_id.startswith("ALE/") else family[1] if family else ""
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """Command line > the run of --resume or --evaluate > TUNED[env id] > TUNED[family] > Args."""
-    argv = sys.argv[1:] if argv is None else argv
-    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
-    if run := early.get("--resume") or early.get("--evaluate"):
-        saved = run_folder(run) / "args.json"
-        try:
-            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
-            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
-        except (TypeError, json.JSONDecodeError) as error:
-            raise UsageError(f"{saved} is not of this script: {error}") from None
-    else:
-        env_id = early.get("--env-id", Args.env_id)
-        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            summary = __doc__.partition("\n\n")[0]
-            args = tyro.cli(Args, args=argv, default=defaults, description=summary)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        text = message.getvalue().partition("For full helptext")[0]
-        raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
-    with contextlib.suppress(TypeError, ValueError):  # of what is no JSON object make_envs tells
-        args.env_kwargs = json.dumps(json.loads(defaults.env_kwargs) | json.loads(args.env_kwargs))
-    return args
-
-
-def set_up(args) -> torch.device:
-    """Checks the arguments, sets the threads of torch and picks the device."""
-    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
-                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
-                log_every noise_steps"""
-    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
-                per_alpha per_beta_start backtrack_ratio"""
-    signed = "stop_return target_entropy obs_low obs_high"
-    for name, value in vars(args).items():
-        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
-        high = 1 if name in shares.split() else math.inf
-        if name == "hidden_sizes" and not value:
-            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
-    if args.resume and args.evaluate:
-        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
-    if args.stop_return is not None and not args.eval_every:
-        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
-    if args.track != "none" and not importlib.util.find_spec(args.track):
-        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
-    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
-        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
-    if not found[device]:
-        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
-    return torch.device(device)
-
-
-def is_image(space: gym.Space) -> bool:
-    """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
-    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
-        return False
-    return min(space.shape[:2] if channels_last(space) else space.shape[-2:]) >= 5
-
-
-def channels_last(space: Box) -> bool:
-    """Images (H, W, C), not (C, H, W) or (H, W)."""
-    return len(space.shape) == 3 and space.shape[-1] == min(space.shape)
-
-
-def has_image(space: gym.Space) -> bool:
-    """Whether it is one or has one anywhere inside."""
-    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
-    return is_image(space) or any(map(has_image, parts))
-
-
-def standardize(env: gym.Env) -> gym.Env:
-    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
-    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
-    name, space, actions = env.spec.id, env.observation_space, env.action_space
-    if has_image(space) and not is_image(space):
-        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
-    if isinstance(space, Text) or not space.is_np_flattenable:
-        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
-    if not is_image(space):
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype not in (np.float32, np.float64):
-            env = gym.wrappers.DtypeObservation(env, np.float32)
-    elif len(space.shape) == 2 or channels_last(space):
-        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
-        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
-        env = gym.wrappers.TransformObservation(env, turn, turned)
-    if isinstance(actions, Discrete) and actions.start == 0 and actions.dtype == np.int64:
-        return env
-    if isinstance(actions, Box):
-        whole, wide = actions.dtype.kind in "iu", np.result_type(actions.dtype, np.float32)
-        low, high = actions.low.ravel().astype(wide), actions.high.ravel().astype(wide)
-        bounded = np.isfinite(low) & np.isfinite(high)
-        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
-        center, scale = (left + right) / 2, (right - left) / 2
-        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
-        cut = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
-        convert = (lambda a: np.rint(cut(a))) if whole else cut
-    elif isinstance(actions, (Discrete, MultiDiscrete)):
-        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
-        convert = lambda a: a + np.ravel(actions.start)
-    elif isinstance(actions, MultiBinary):
-        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
-    else:
-        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
-    to_env = lambda a: convert(a).reshape(actions.shape).astype(actions.dtype, copy=False)
-    return gym.wrappers.TransformAction(env, to_env, unit)
-
-
-MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, OSError, AssertionError
-
-
-def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    atari = args.env_id.startswith("ALE/")
-
-    def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
-        return standardize(gym.make(args.env_id, **kwargs))
-
-    try:
-        extra = json.loads(args.env_kwargs)
-        if not isinstance(extra, dict):
-            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
-        if args.max_episode_steps and atari:  # ale-py counts frames
-            kwargs["max_num_frames_per_episode"] = extra.get("frameskip", 4) * args.max_episode_steps
-        elif args.max_episode_steps:
-            kwargs["max_episode_steps"] = args.max_episode_steps
-        kwargs |= extra
-        if atari:
-            if not extra.get("grayscale", True) or extra.get("continuous"):
-                raise TypeError("of Atari games only grayscale images and discrete actions are learned from")
-            gym.register_envs(importlib.import_module("ale_py"))
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
-        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
-            sys.path.append(os.getcwd())
-        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-        if args.async_envs:  # a run that ends early must not leave its workers to complain
-            atexit.register(envs.close)
-        return envs
-    except UsageError:
-        raise
-    except MAKE_ERRORS as error:
-        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
-        raise UsageError(f"cannot make {what}: {' '.join(str(error).split()) or repr(error)}") from None
-
-
-def round_up(total_timesteps: int, chunk: int) -> int:
-    """Whole chunks of environment steps; says so if there is a difference."""
-    rounded = math.ceil(total_timesteps / chunk) * chunk
-    if rounded != total_timesteps:
-        print(f"total_timesteps {total_timesteps} is rounded up to {rounded}, whole rollouts of {chunk}")
-    return rounded
-
-
-def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if not done.any():
-        return next_obs, info
-    obs, reset_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in info:
-        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
-        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
-    return obs, reset_info
-
-
-def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
-
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
-    """
-    if old_envs is not None:
-        old_envs.close()
-        atexit.unregister(old_envs.close)
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
-
-
-def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 becomes float32 on the way."""
-    return torch.as_tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None, device=device)
-
-
-class Storage:
-    """Arrays (num_steps, num_envs, ...): NumPy writes the rows on the host, networks read them on the device.
-
-    Each field is given one row as an example of its shape and dtype, or None if there is no such field.
-    """
-
-    def __init__(self, num_steps: int, device: torch.device, **fields: np.ndarray | None):
-        self.device, self.host = device, {}
-        for name, row in fields.items():
-            if row is not None:
-                x = torch.zeros(num_steps, *row.shape, dtype=to_tensor(row, torch.device("cpu")).dtype)
-                self.host[name] = x.pin_memory() if device.type == "cuda" else x
-        self.array = {name: tensor.numpy() for name, tensor in self.host.items()}
-
-    def write(self, t: int, **rows: np.ndarray | None) -> None:
-        for name, row in rows.items():
-            if row is not None:
-                self.array[name][t] = row
-
-    def to_device(self) -> dict[str, torch.Tensor]:
-        return {name: tensor.to(self.device, non_blocking=True) for name, tensor in self.host.items()}
+    @torch.inference_mode()
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs, *action_space.shape) in a vector environment: the likeliest ones, or drawn."""
+        mask = to_tensor(info["action_mask"], self.device) if "action_mask" in info else None
+        pi = self.policy(self.encode(to_tensor(obs, self.device)), mask)
+        return self.head.choose(pi, greedy).cpu().numpy().reshape(-1, *self.action_shape)
 
 
 class RunningNorm(nn.Module):
@@ -662,61 +366,20 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("var", torch.ones(shape))
-        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, x: torch.Tensor) -> None:
         """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
-        var, mean = torch.var_mean(x.float(), dim=0, correction=0)
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
         self.count += len(x)
         share, delta = len(x) / self.count, mean - self.mean
         self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
         self.mean.lerp_(mean, share)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x.float() - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
-
-
-HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
-    nn.Linear: lambda x, weight, bias: x @ weight.T + bias,
-    nn.Tanh: np.tanh,
-    nn.ReLU: lambda x: np.maximum(x, 0),
-    RunningNorm: lambda x, mean, var, count: ((x - mean) / np.sqrt(var + 1e-8)).clip(-10, 10),
-}
-
-
-def on_host(*modules: nn.Module | None) -> Callable[[np.ndarray], np.ndarray]:
-    """The modules in a row, those that are not None, as a function of arrays (B, ...) for acting.
-
-    On the CPU it runs in NumPy, on the very memory of the weights: with the few rows of a step torch spends
-    its time on calls and takes thrice as long. On a GPU, or with other layers than those above, torch runs.
-    It sees layers, not what a changed forward does between them, so now and then torch checks the result.
-    """
-    chain = nn.Sequential(*(module for module in modules if module is not None))
-    layers = [layer for layer in chain.modules() if not list(layer.children())]
-    device = next(chain.parameters()).device
-
-    @torch.inference_mode()
-    def run_torch(x):
-        return chain(to_tensor(x, device)).cpu().numpy()
-
-    if device.type != "cpu" or not all(type(layer) in HOST_LAYERS for layer in layers):
-        return run_torch
-    tensors = [[x.numpy() for x in layer.state_dict().values()] for layer in layers]
-    calls = itertools.count()
-
-    def run(obs):
-        x = obs.astype(np.float32, copy=False)
-        for layer, values in zip(layers, tensors, strict=True):
-            x = HOST_LAYERS[type(layer)](x, *values)
-        if next(calls) % 1000 == 0 and np.isfinite(x).all():
-            error = np.abs(x - run_torch(obs).reshape(x.shape)).max()
-            if error > 1e-3 * max(1, np.abs(x).max()):
-                raise RuntimeError("a forward does more than its layers: let on_host return run_torch")
-        return x
-
-    return run
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
 class RewardNorm(RunningNorm):
@@ -726,466 +389,485 @@ class RewardNorm(RunningNorm):
         super().__init__(())
         self.gamma, self.return_ = gamma, 0.0  # return_ starts from 0 in each segment
 
-    def forward(self, rewards: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
+    def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
         """Rewards and episode ends (num_steps, num_envs) of the steps that follow the last call."""
-        returns = torch.empty_like(rewards)
-        for t in range(len(rewards)):
-            returns[t] = rewards[t] + self.gamma * self.return_
+        returns = torch.empty_like(reward)
+        for t in range(len(reward)):
+            returns[t] = reward[t] + self.gamma * self.return_
             self.return_ = returns[t] * (1 - done[t])
         self.update(returns.flatten())
-        return (rewards * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
+        return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-class RMSprop(torch.optim.Optimizer):
-    """theta <- theta - lr grad / sqrt(g + eps), g <- alpha g + (1 - alpha) grad^2, as the paper has it.
+# Own trials, results in benchmark/results; LunarLander and MuJoCo (HalfCheetah, 300k steps): one seed.
+TUNED = {
+    "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3, anneal_lr=True),
+    "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3, anneal_lr=True,
+                       normalize_advantage=True, normalize_obs=True, normalize_reward=True,
+                       eval_every=25_000),
+    "Pendulum-v1": dict(num_envs=8, num_steps=8, critic_lr=3e-3, anneal_lr=True, gamma=0.9, gae_lambda=0.9,
+                        log_std_init=0.0, normalize_reward=True, eval_every=100_000),
+    "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=100, anneal_lr=True, gamma=0.9999,
+                                     gae_lambda=0.9, log_std_init=0.0, normalize_obs=True,
+                                     normalize_reward=True),
+    "LunarLander-v3": dict(num_envs=16, num_steps=16, critic_lr=3e-3, anneal_lr=True, gamma=0.995,
+                           entropy_coef=0.01, normalize_reward=True, eval_every=100_000),
+    "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, anneal_lr=True, log_std_init=0.0,
+                   normalize_advantage=True, normalize_obs=True, normalize_reward=True, eval_every=50_000),
+    # after RL Baselines3 Zoo's settings for Atari, which has RMSprop
+    "atari": dict(total_timesteps=10_000_000, num_envs=16, num_steps=5, gae_lambda=1.0, learning_rate=7e-4,
+                  value_coef=0.25, entropy_coef=0.01, shared_trunk=True, hidden_sizes=(512,),
+                  activation="relu", clip_reward=True, eval_every=500_000, checkpoint_every=50_000,
+                  torch_threads=0),
+}  # fmt: skip
 
-    torch.optim.RMSprop adds eps outside the root, where it hardly slows a parameter of small gradients.
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A mistake of the user: main prints it in one line and exits with code 2."""
+
+
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > make_args."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
+        try:
+            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
+
+
+def set_up(args) -> torch.device:
+    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the type, or the types inside it
+            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
+                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
+                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                    raise UsageError(f"{value}: must be from {low} to {high}")
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"
+        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+    set_seed(args.seed)
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    try:
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
+    return device
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
+
+
+def is_image(space: gym.Space) -> bool:
+    return space.dtype == np.uint8 and len(space.shape or ()) == 3
+
+
+def standardize(env: gym.Env) -> gym.Env:
+    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
+    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
+    space, actions = env.observation_space, env.action_space
+    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
+    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+        env = gym.wrappers.FlattenObservation(env)
+    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+        env = gym.wrappers.DtypeObservation(env, np.float32)
+    if isinstance(actions, Box) and actions.dtype.kind == "f":
+        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
+        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
+        env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
+    elif isinstance(actions, MultiBinary):
+        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
+    elif not isinstance(actions, (Discrete, MultiDiscrete)):
+        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+    elif np.any(actions.start):
+        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
+        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
+    return env
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
+    kwargs = {**args.env_kwargs, **kwargs}
+
+    def make_env():
+        if args.async_envs:  # in its process: the parent decides when to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return standardize(gym.make(args.env_id, **kwargs))
+
+    try:
+        if args.env_id.startswith("ALE/"):
+            gym.register_envs(importlib.import_module("ale_py"))
+            kwargs = {"repeat_action_probability": 0.25, "reward_clipping": False} | kwargs  # sticky actions
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
+        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+
+
+def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+    """New environments, and everything random seeded from (seed, env_steps).
+
+    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
+    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
     """
-
-    def __init__(self, params, eps, alpha=0.99):
-        super().__init__(params, dict(lr=0.0, eps=eps, alpha=alpha))
-        for group in self.param_groups:
-            for p in group["params"]:
-                self.state[p]["g"] = torch.zeros_like(p)
-
-    @torch.no_grad()
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                g = self.state[p]["g"].lerp_(p.grad.square(), 1 - group["alpha"])
-                p.sub_(group["lr"] * p.grad * (g + group["eps"]).rsqrt_())
+    if old_envs is not None:
+        old_envs.close()
+    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+    set_seed(seed)
+    envs = make_envs(args, args.num_envs)
+    envs.action_space.seed(seed)
+    return envs, *envs.reset(seed=seed)
 
 
-def as_one_vector(parameters):
-    """Makes the parameters views of one vector, which it returns, and their gradients views of its gradient.
+def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    for given in (info, next_info):  # a mask from some environments only would be 0 for the others
+        if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
+            raise UsageError(f"{envs.spec.id}: give info['action_mask'] in all steps and resets, or in none")
+    if not done.any():
+        return next_obs, next_info
+    obs, new_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in new_info:
+        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
+        new_info["_action_mask"] |= ~done
+    return obs, new_info
 
-    A step of the optimizer on one vector takes a fraction of the time of a step on a dozen small tensors.
-    """
-    sizes = [p.numel() for p in parameters]
-    vector = nn.Parameter(parameters[0].new_empty(sum(sizes)))
-    vector.grad = torch.zeros_like(vector)
-    parts = zip(parameters, vector.detach().split(sizes), vector.grad.split(sizes), strict=True)
-    for p, values, gradient in parts:
-        values, gradient = (x.as_strided(p.shape, p.stride()) for x in (values, gradient))
-        p.data, p.grad = values.copy_(p.detach()), gradient
-    return vector
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
+    """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
+    names, host = [name for name, x in steps[0].items() if x is not None], torch.device("cpu")
+    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in names}
+
+
+def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
+    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
+    """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
+    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    return norms
 
 
 class CudaGraph:
-    """Calls update(batch) thrice as it is, then captures and replays it: one launch instead of hundreds."""
+    """update(batch, rows), captured after three calls and then replayed: one launch instead of hundreds."""
 
     def __init__(self, update):
-        self.update, self.calls = update, 0
+        self.update, self.calls, self.source = update, 0, None
         self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
 
-    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def __call__(self, batch: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
         self.calls += 1
         if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                metrics = self.update(batch)
+                metrics = self.update(batch, rows)
             torch.cuda.current_stream().wait_stream(self.stream)
             return metrics
         if self.calls == 4:
-            self.batch = {name: x.clone() for name, x in batch.items()}
+            self.batch, self.rows = {name: x.clone() for name, x in batch.items()}, rows.clone()
             with torch.cuda.graph(self.graph):
-                self.metrics = self.update(self.batch)
-        for name, x in batch.items():
-            self.batch[name].copy_(x)
+                self.metrics = self.update(self.batch, self.rows)
+        if batch is not self.source:  # once for each rollout
+            self.source = batch
+            for name, x in batch.items():
+                self.batch[name].copy_(x)
+        self.rows.copy_(rows)
         self.graph.replay()
         return {name: x.clone() for name, x in self.metrics.items()}
 
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-LOAD_ERRORS = (
-    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
-)  # fmt: skip
-EVALUATION_SEED = 10_000_000
+def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
 
-
-class Film:
-    """Frames of the first environment of an evaluation, for an mp4 (VP9: browsers play it) and a window."""
-
-    def __init__(self, args, path: Path | None):
-        self.args, self.path, self.writer, self.twin = args, path, None, None
-        if args.env_id.startswith("ALE/"):  # cannot render as a vector: a twin in colour plays the same game
-            self.twin = make_envs(args, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
-
-    def shoot(self, envs, actions: np.ndarray | None = None) -> None:
-        """Takes the frame after actions; without them, that of the reset."""
-        if self.twin is None:
-            frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
-                frame = envs.envs[0].render()
-            if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
-                raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
-        else:
-            start = actions is None
-            obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
-            frame, fps = obs[0, 0], 15
-        frame = np.ascontiguousarray(frame[..., ::-1])  # OpenCV wants blue first
-        if self.path and self.writer is None:
-            self.path.parent.mkdir(exist_ok=True)
-            codec, part = cv2.VideoWriter_fourcc(*"vp09"), str(self.path.with_suffix(".part.mp4"))
-            self.writer = cv2.VideoWriter(part, codec, fps, frame.shape[1::-1])
-        if self.writer:
-            self.writer.write(frame)
-        if self.args.render:
-            cv2.imshow(self.args.env_id, frame)
-            cv2.waitKey(max(1, round(1000 / fps)))  # 0 would wait for a key
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.release()
-            self.path.with_suffix(".part.mp4").replace(self.path)
-        if self.twin:
-            self.twin.close()
-
-
-def evaluate(args, policy, video: Path | None = None, stopped=lambda: False) -> dict[str, np.ndarray] | None:
-    """Plays eval_episodes episodes, the same at every call, in its own environments; training is untouched.
-
-    policy maps (obs, info) to actions. Every environment plays one episode, so short ones are not favoured.
-    Returns returns, discounted, lengths, terminated and success, (eval_episodes,) each, or None if stopped.
+    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
+    untouched: own environments, own random numbers.
     """
-    n, random_states = args.eval_episodes, (random.getstate(), np.random.get_state())
-    film = Film(args, video) if video or args.render else None
-    render = {"render_mode": "rgb_array"} if film and film.twin is None else {}
-    envs = make_envs(replace(args, async_envs=False), n, **render)
-    scores = {name: np.zeros(n) for name in ("returns", "discounted", "lengths", "terminated", "success")}
+    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
+    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
+    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
-    obs, info = envs.reset(seed=EVALUATION_SEED)
-    if film:
-        film.shoot(envs)
-    while playing.any() and not stopped():
-        actions = policy(obs, info).reshape(envs.action_space.shape)
-        obs, reward, terminated, truncated, info = envs.step(actions)
-        if film and playing[0]:
-            film.shoot(envs, actions)
-        scores["returns"] += reward * playing
-        scores["discounted"] += args.gamma**t * reward * playing
-        scores["lengths"] += playing
-        scores["terminated"] += terminated & playing
-        success = np.asarray(info.get("is_success", info.get("success", np.zeros(n))), dtype=bool)
-        scores["success"] = np.maximum(scores["success"], success & playing)
-        playing &= ~(terminated | truncated)
-        obs, info = reset_done(envs, obs, info, terminated | truncated)
-        t += 1
-    envs.close()
-    if film:
-        film.close()
-    random.setstate(random_states[0])
-    np.random.set_state(random_states[1])
-    return None if playing.any() else scores
+    agent.eval()
+    with torch.random.fork_rng():
+        set_seed(args.eval_seed)
+        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        envs = make_envs(replace(args, async_envs=False), n, **render)
+        obs, info = envs.reset(seed=args.eval_seed)
+        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            if show and playing[0]:
+                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
+                if not isinstance(frame, np.ndarray):
+                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
+                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
+                if film and not writer:  # VP9: browsers play it
+                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
+                    writer = cv2.VideoWriter(str(film), codec, fps, size)
+                if film:
+                    writer.write(frame)
+                if args.render:
+                    cv2.imshow(args.env_id, frame)
+                    cv2.waitKey(round(1000 / fps))
+            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            playing &= ~(terminated | truncated)
+            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            t += 1
+        envs.close()
+    agent.train()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
+    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
+    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+
+
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+def load_policy(path: str | Path):
+    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+    state = load(path)
+    args = Args(**state["args"])
+    envs = make_envs(args, 1)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    return agent.eval().act
 
 
 class Run:
-    """The folder of a run: counters, log, evaluations, checkpoints. `while run.proceed(policy)` trains.
+    """The folder of a run: its counters, log, evaluations and checkpoints.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
+    objects with state_dict and load_state_dict; agent is what plays.
     """
 
-    # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
-    SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
-
-    def __init__(self, args, agent, log_every: int = 1, **parts):
-        self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
-        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
-        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
-        self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-        self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
-        self.kept = "no checkpoint yet"
-        limit = args.max_episode_steps or gym.spec(args.env_id.split(":")[-1]).max_episode_steps
-        if not limit and env_family(args.env_id) != "atari":
-            what = "evaluations wait for their episodes to end; --max-episode-steps sets a limit"
-            print(f"{args.env_id} has no time limit: {what}")
-        if args.capture_video or args.render:  # one frame: what cannot be filmed is refused before training
-            with tempfile.TemporaryDirectory() as folder:
-                film = Path(folder) / "0.mp4"
-                evaluate(replace(args, eval_episodes=1, render=False), None, film, stopped=lambda: True)
-        if args.resume or args.evaluate:
-            self.folder = run_folder(args.resume or args.evaluate)
-            self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
+    def __init__(self, args, chunk: int, **parts):
+        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
+        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
+        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
+        script = Path(sys.modules[train.__module__].__file__)
+        env = args.env_id.replace("/", "-").replace(":", "-")
+        name = f"runs/{env}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or name)
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
         if not args.evaluate:
-            self.open_log(Path(sys.modules[train.__module__].__file__))
+            self.open(script)
 
-    def open_log(self, script: Path) -> None:
-        args = self.args
-        if not args.resume:
-            name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            env = re.sub("[/:]", "-", args.env_id)
-            self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
+    def load(self, path: Path) -> None:
+        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+        for name in self.parts if whole else ["agent"]:
+            part = self.parts[name]
+            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
+                state[name]["param_groups"] = part.state_dict()["param_groups"]
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if any(self.folder.iterdir()):
-                    raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
-                shutil.copy(script, self.folder)
-            except OSError as error:
-                raise UsageError(f"cannot write to --run-dir {self.folder}: {error}") from None
-        ask = dict(cwd=script.parent, capture_output=True, text=True)
-        has_git = shutil.which("git")
-        git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
-        environment = {
-            "command": sys.argv, "python": platform.python_version(), "platform": platform.platform(),
-            "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
-        }  # fmt: skip
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.logged_at + 1 if args.resume else None)
-        for name, values in {"args": asdict(args), "environment": environment}.items():
-            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2))
-            text = "\n".join(f"    {key}: {value}" for key, value in values.items())
-            self.writer.add_text(name, text, self.env_steps)
-        self.table, self.rows, self.columns = self.folder / "progress.csv", [], []
-        if args.resume and self.table.exists():
-            with self.table.open(newline="") as file:  # what came after the checkpoint is done again
-                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.logged_at]
-            self.write_table()
-        self.tracker = importlib.import_module(args.track) if args.track != "none" else None
-        if self.tracker:  # wandb and trackio share this interface
-            identity = {"id": self.folder.name} if args.track == "wandb" else {}
-            self.tracker.init(
-                project="plainrl", name=self.folder.name, config=asdict(args), resume="allow", **identity
-            )
-        total, hide = args.total_timesteps, not sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=self.env_steps, unit=" steps", disable=hide, dynamic_ncols=True)
-        self.started_at = self.row_time = self.print_time = time.perf_counter()
-        self.handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError) as error:
+                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.evaluate or not self.args.run_dir:
+            self.folder = path if path.is_dir() else path.parent
+
+    def open(self, script: Path) -> None:
+        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        args = self.args
+        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.resume and args.run_dir:  # a branch begins with a copy
+            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
+                shutil.copy(old / name, self.folder)
+        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = "git describe --always --dirty"
+        git = subprocess.run(
+            git, shell=True, cwd=script.parent, capture_output=True, text=True
+        ).stdout.strip()
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
+            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
+            shutil.copy(script, self.folder / name)
+        if args.track == "wandb":
+            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
+            importlib.import_module("wandb").init(project="plainrl", **options)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        self.started_at = time.perf_counter() - self.seconds
+        print(f"run folder: {self.folder}")
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def catch(self, number: int, frame) -> None:
-        """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
-        if self.signal and number == signal.SIGINT:
+        """Stops at the next pause; a second signal stops at once."""
+        if self.signal:
             os._exit(128 + number)
         self.signal = number
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.SAVED}
+    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Counts one step of every environment; reward is as the environment gave it."""
+        self.env_steps += len(reward)
+        self.episode_return += reward
+        self.episode_length += 1
+        for i in np.flatnonzero(done):
+            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
+            self.episode_return[i] = self.episode_length[i] = 0
 
-    def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.signal > 0
 
-    def save(self, path: Path, **parts) -> bool:
-        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
-        part = path.with_suffix(".part")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with part.open("wb") as file:
-                torch.save({name: value.state_dict() for name, value in parts.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            return True
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
-            part.unlink(missing_ok=True)
-            return False
+    def due(self, every: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        return now and self.saved_at < self.env_steps
 
-    def checkpoint(self) -> None:
-        """Saves all that the run depends on, if it is sound, after what it takes for written."""
-        state = self.agent.state_dict().items()
-        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
-        self.tensorboard(SummaryWriter.flush, again=True)
-        now = time.perf_counter()
-        self.seconds, self.started_at = self.seconds + now - self.started_at, now
-        self.saved_at = self.env_steps
-        if self.save(self.folder / "checkpoint.pt", **self.parts):
-            self.kept = f"the checkpoint of step {self.env_steps}"
-
-    def tensorboard(self, write, again: bool = False) -> None:
-        """Calls write(writer). A full disk ends the writer's thread; again begins another file after that."""
-        try:
-            if again and not self.writer:
-                self.writer = SummaryWriter(str(self.folder))
-            if self.writer:
-                write(self.writer)
-        except OSError as error:
-            print(f"warning: TensorBoard's log has a gap, training goes on: {error}", file=sys.stderr)
-            self.writer = None
-
-    def load(self, path: Path) -> None:
-        try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
-                raise ValueError(f"{damaged} is damaged")
-            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
-            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-            if not play and state.keys() != self.parts.keys():
-                raise ValueError("the parts of its training are others: keep the flags of the run")
-            for name in ["agent"] if play else state:
-                part = self.parts[name]
-                options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
-                part.load_state_dict(state[name])
-                for group, option in zip(getattr(part, "param_groups", ()), options, strict=True):
-                    group.update(option, params=group["params"])  # the command line wins
-            self.kept = f"the checkpoint of step {self.env_steps}"
-        except LOAD_ERRORS as error:
-            raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
-
-    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
-        """Counts a step of every environment that is playing; reward is as the environment gave it."""
-        self.env_steps += len(reward) if playing is True else int(playing.sum())
-        self.episode_return += reward * playing
-        self.episode_length += playing
-        for i in np.flatnonzero(done & playing):
-            self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
-            self.recent.append(self.episodes[-1][1])
-            self.episode_return[i], self.episode_length[i] = 0, 0
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, film = self.args, None
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
+            film.parent.mkdir(exist_ok=True)
+        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
+        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
+        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
+        if args.evaluate or self.signal:
+            return returns
+        self.returns = returns.tolist()
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=self.parts["agent"])
+        return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
-        self.row |= metrics
-
-    def check_finite(self, **values) -> None:
-        """Stops the run before a NaN or an infinity reaches a checkpoint."""
-        for name, value in values.items():
-            if not np.isfinite(value).all():
-                where = f"{self.folder} has {self.kept}"
-                raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
-
-    def evaluate(self, policy) -> None:
-        """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
-        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
-        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
-        scores = evaluate(self.args, policy, video, lambda: self.signal)
-        if scores is None:
-            return
-        self.evaluated_at, self.returns = self.env_steps, scores["returns"]
-        for name in ("mean", "std", "min", "max"):
-            self.row[f"eval/return_{name}"] = float(getattr(self.returns, name)())
-        self.row["eval/episodes"] = len(self.returns)
-        self.row["eval/discounted_return_mean"] = float(scores["discounted"].mean())
-        self.row["eval/length_mean"] = float(scores["lengths"].mean())
-        self.row["eval/termination_rate"] = float(scores["terminated"].mean())
-        self.row["eval/success_rate"] = float(scores["success"].mean())
-        if not self.args.evaluate:
-            self.save(self.folder / "models" / f"{self.env_steps}.pt", agent=self.agent)
-            if self.returns.mean() > self.best:
-                self.best = float(self.returns.mean())
-                self.save(self.folder / "best.pt", agent=self.agent)
-
-    def proceed(self, policy) -> bool:
-        """Between two updates: evaluates, saves and logs when due. Says whether the training goes on."""
-        args = self.args
-        if args.evaluate:
-            self.evaluate(policy)
-            for episode, return_ in enumerate(self.returns, start=1):
-                print(f"episode {episode} return {return_:.1f}")
-            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
-            over = f"over {len(self.returns)} episodes"
-            print(f"return mean {mean:.5g} std {std:.5g} min {low:.5g} max {high:.5g} {over}")
-            return False
-        if self.started and not self.signal and self.env_steps < self.next_stop:
-            self.new_segment = False
-            return True
-        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
-        values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        self.row |= dict(zip(tensors, values, strict=True))
-        due = lambda every, last: every and self.env_steps // every > last // every
-        if self.started:
-            steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
-            self.row["speed/steps_per_second"] = steps / seconds
-        self.check_finite(**self.row)
-        reached = lambda: args.stop_return is not None and self.best >= args.stop_return
-        finished = self.env_steps >= args.total_timesteps or reached()
-        if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
-            try:
-                self.evaluate(policy)
-            except Exception:  # of the environment; the training until here is kept
-                if self.started:
-                    self.checkpoint()
-                raise
-            finished = finished or reached()
-        stop = self.signal  # read once: one that comes from here on waits for the next call
-        save = finished or stop or due(args.checkpoint_every, self.saved_at)
-        save = save and self.env_steps > self.saved_at
-        if save:
-            self.checkpoint()
-        self.new_segment, self.started = save or not self.started, True
-        if self.new_segment:
-            self.episode_return[:], self.episode_length[:] = 0, 0
-        self.write_row()
-        if stop:
-            go_on = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
-            what = f"{signal.Signals(stop).name}: stopped at step {self.env_steps}"
-            print(f"{what}; {self.folder} has {self.kept}; to go on: {go_on}", file=sys.stderr)
-            self.close()
-            raise SystemExit(128 + stop)
-        self.row_time = time.perf_counter()
-        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
-        pauses = [every * (self.env_steps // every + 1) for every in intervals]
-        self.next_stop = min(args.total_timesteps, *pauses)
-        return not finished
-
-    def write_row(self) -> None:
-        """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
-        if not self.row or self.env_steps == self.logged_at:
-            return
-        step, now = self.env_steps, time.perf_counter()
+        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
         if self.episodes:
-            self.row["train/episode_return"] = float(np.mean([return_ for _, return_, _ in self.episodes]))
-            self.row["train/episode_length"] = float(np.mean([length for _, _, length in self.episodes]))
-        row = {"step": step, "wall_time": round(self.seconds + now - self.started_at, 3), **self.row}
-        self.rows.append(row)
-        try:
-            if set(row) <= set(self.columns):
-                with self.table.open("a", newline="") as file:
-                    csv.DictWriter(file, self.columns).writerow(row)
-            else:
-                self.write_table()
-        except OSError as error:  # a full disk; the next row writes the whole table anew
-            print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
-            self.columns = []
-        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.seconds = time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
 
-        def write(writer):
-            writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
-            for ended_at, return_, length in self.episodes:  # one point per episode
-                writer.add_scalar("train/episode_return", return_, ended_at)
-                writer.add_scalar("train/episode_length", length, ended_at)
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
 
-        self.tensorboard(write)
-        if self.tracker:
-            self.tracker.log(self.row, step=step)
-        text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
-        text += f" evaluation {self.returns.mean():.1f}" if self.returns is not None else ""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and ("eval/return_mean" in self.row or now - self.print_time > 10):
-            speed = self.row.get("speed/steps_per_second", 0)
-            print(f"step {step}/{self.args.total_timesteps} {speed:.0f} steps/s {text}", flush=True)
-            self.print_time = now
-        self.row, self.episodes, self.logged_at = {}, [], step
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
 
-    def write_table(self) -> None:
-        """Writes progress.csv anew: its header has every column seen so far."""
-        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        part = self.table.with_suffix(".part")
-        with part.open("w", newline="") as file:
-            table = csv.DictWriter(file, self.columns)
-            table.writeheader()
-            table.writerows(self.rows)
-        part.replace(self.table)
+    def checkpoint(self) -> None:
+        """Saves all that what follows depends on; episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.episode_return[:] = self.episode_length[:] = 0
 
-    def close(self) -> np.ndarray:
+    def close(self, envs) -> np.ndarray:
         """Returns the returns of the last evaluation, one per episode."""
-        if not self.args.evaluate:
-            self.tensorboard(SummaryWriter.close)
-            self.bar.close()
-            if self.tracker:
-                self.tracker.finish()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        return self.returns
+        envs.close()
+        self.writer.close()
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.signal:
+            go_on = f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
+            sys.exit(128 + self.signal)
+        return np.array(self.returns)
 
 
 def main() -> None:
     try:
         train(parse_args())
-    except (UsageError, FloatingPointError) as error:
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 
