@@ -1,0 +1,130 @@
+"""Every recipe applies to its script as it is, does what its name says, and trains."""
+
+import importlib.util
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+ROOT = Path(__file__).resolve().parents[1]
+SMALL = dict(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=64, eval_every=0, eval_episodes=1)
+
+
+@pytest.fixture
+def cook(tmp_path):
+    """cook(recipe) -> the script as a module, patched in a folder of its own."""
+
+    def patched(recipe):
+        script = recipe.split("_")[0]
+        (tmp_path / "algos").mkdir(exist_ok=True)
+        shutil.copy(ROOT / "algos" / f"{script}.py", tmp_path / "algos")
+        patch = ["git", "apply", str(ROOT / "recipes" / f"{recipe}.patch")]
+        subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+        subprocess.run(patch, cwd=tmp_path, check=True)
+        path = tmp_path / "algos" / f"{script}.py"
+        spec = importlib.util.spec_from_file_location(recipe, path)
+        sys.modules[recipe] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return patched
+
+
+def runs(module, folder, env_id="Pendulum-v1", **changes):
+    args = module.make_args(env_id, **{**SMALL, "run_dir": str(folder), **changes})
+    assert math.isfinite(module.train(args).mean())
+    return folder
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.patch")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"])
+def test_applies_and_trains(cook, tmp_path, path, env_id):
+    runs(cook(path.stem), tmp_path / "run", env_id)
+
+
+def test_reference_policy_pulls_and_pushes(cook, tmp_path):
+    ppo = cook("ppo_reference_policy")
+    old = runs(ppo, tmp_path / "old", num_steps=64)
+    probe = torch.randn(64, 3)
+
+    def kl(run):
+        agents = [ppo.load_policy(path).__self__ for path in (old, run)]
+        return ppo.policy_kl(*(agent.policy(agent.encode(probe)) for agent in agents)).item()
+
+    long = dict(num_steps=64, total_timesteps=1024, reference_coef=10.0, seed=2)
+    near = kl(runs(ppo, tmp_path / "near", attract_to=(str(old),), **long))
+    free = kl(runs(ppo, tmp_path / "free", **long))
+    far = kl(runs(ppo, tmp_path / "far", repel_from=(str(old),), **long))
+    assert near < 0.5 * free < 0.5 * far
+
+
+def test_n_step_advantage_is_the_sum_of_n_errors(cook):
+    ppo = cook("ppo_n_step_advantage")
+    torch.manual_seed(0)
+    reward, value, next_value = torch.randn(3, 12, 3)
+    terminated, truncated = (torch.rand(2, 12, 3) < 0.15).float()
+    done = torch.maximum(terminated, truncated)
+    got = ppo.compute_n_step(reward, value, next_value, terminated, done, 0.9, 4)
+    error = reward + 0.9 * (1 - terminated) * next_value - value
+    for i in range(3):
+        for t in range(12):
+            total = 0.0
+            for k in range(min(4, 12 - t)):
+                total += 0.9**k * error[t + k, i]
+                if done[t + k, i]:
+                    break
+            assert got[t, i] == pytest.approx(float(total), abs=1e-5)
+
+
+def test_clip_value_is_the_larger_of_two_errors(cook):
+    ppo = cook("ppo_clip_value")
+    value, old, return_ = torch.tensor([3.0, 0.1]), torch.tensor([1.0, 0.0]), torch.tensor([3.0, 1.0])
+    near = 0.5 * torch.tensor([(1.2 - 3.0) ** 2, 0.9**2]).mean()
+    assert torch.isclose(ppo.value_loss(value, old, return_, 0.2), near)
+    assert torch.isclose(ppo.value_loss(value, old, return_, math.inf), 0.5 * F.mse_loss(value, return_))
+
+
+def test_noise_steps_repeats_the_noise(cook, tmp_path, monkeypatch):
+    ppo = cook("ppo_noise_steps")
+    noise = []
+    act = ppo.Agent.act
+
+    def watch(self, obs, info, greedy=True):
+        action = act(self, obs, info, greedy)
+        if not greedy:
+            noise.append(torch.as_tensor(action - act(self, obs, info)))
+        return action
+
+    monkeypatch.setattr(ppo.Agent, "act", watch)
+    runs(ppo, tmp_path / "run", noise_steps=4)
+    same = [torch.allclose(a, b, atol=1e-6) for a, b in zip(noise, noise[1:], strict=False)]
+    assert same[:15] == [(t + 1) % 4 != 0 for t in range(15)]
+
+
+def test_positive_advantage_leaves_none_below_zero(cook, tmp_path, monkeypatch):
+    vpg = cook("vpg_positive_advantage")
+    lowest = []
+    loss = vpg.policy_loss
+    watch = lambda log_prob, advantage: lowest.append(float(advantage.min())) or loss(log_prob, advantage)
+    monkeypatch.setattr(vpg, "policy_loss", watch)
+    runs(vpg, tmp_path / "run", positive_advantage=True)
+    assert lowest and all(x == 0 for x in lowest)
+
+
+def test_softplus_entropy_hardly_pushes_a_narrow_policy(cook, tmp_path):
+    # Where the entropy is far below 0 the derivative of its softplus is near 0.
+    changes = dict(
+        num_steps=64, total_timesteps=1024, log_std_init=-8.0, entropy_coef=1.0, learning_rate=1e-2
+    )
+    run = runs(cook("ppo_softplus_entropy"), tmp_path / "recipe", **changes)
+    spec = importlib.util.spec_from_file_location("plain", ROOT / "algos/ppo.py")
+    sys.modules["plain"] = plain = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plain)
+    other = runs(plain, tmp_path / "plain", **changes)
+    widths = [float(plain.load(path)["agent"]["head.log_std"]) for path in (run, other)]
+    assert widths[0] < -7.8 < -7.5 < widths[1]
