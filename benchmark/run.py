@@ -38,7 +38,9 @@ COLUMNS = """
     eval_return_max wall_time steps_per_second python torch gymnasium numpy device cpu cores git_commit
     command
 """.split()
-FINAL = re.compile(r"return mean (\S+) std (\S+) min (\S+) max (\S+) over (\d+) episodes")
+FINAL = re.compile(
+    r"return_mean (\S+) return_std (\S+) return_min (\S+) return_max (\S+) .*over (\d+) episodes"
+)
 STOP, CHILDREN = threading.Event(), set()
 
 
@@ -46,9 +48,9 @@ class Failed(Exception):
     """One seed could not be trained or evaluated; the others go on."""
 
 
-def load_script(name: str):
-    """algos/{name}.py as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "algos" / f"{name}.py")
+def load_script(name: str, path: Path | None = None):
+    """The script as a module; without path, algos/{name}.py."""
+    spec = importlib.util.spec_from_file_location(name, path or ROOT / "algos" / f"{name}.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -109,7 +111,7 @@ def intact(folder: Path):
     """Files of this run that are gone or were cut short are a failure of this seed alone."""
     try:
         yield
-    except (OSError, LookupError, ValueError, csv.Error) as error:
+    except (OSError, LookupError, ValueError) as error:
         raise Failed(
             f"{shown(folder)} is gone or damaged ({error}): move what is left of it and its .json away"
         ) from error
@@ -145,7 +147,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
     """
     folder = runs / f"{cell.name}__{slug(cell.env_id)}__{cell.steps}" / str(seed)
     record_file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
-    command = [f"algos/{cell.algo}.py", "--env-id", cell.env_id, "--seed", str(seed)]
+    command = [cell.script or f"algos/{cell.algo}.py", "--env-id", cell.env_id, "--seed", str(seed)]
     command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
     with exclusive(folder.with_suffix(".lock")) as lock:
         fresh = {"command": command, "commits": [], "trained": False, "final": {}}
@@ -186,29 +188,21 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
 
 def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     """One row per evaluation of the training (kind: curve) and one for the final evaluation (kind: final)."""
-    environment = json.loads((folder / "environment.json").read_text())
+    environment = json.loads((folder / "environment.json").read_text())[-1]
     same = dict(algo=cell.name, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
-    same |= {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy", "device")}
-    same |= dict(cpu=record["cpu"], cores=record["cores"], git_commit=" ".join(record["commits"]))
-    same["command"] = shlex.join(["python", *record["command"]])
-    rows, speeds, all_speeds = [], [], []
-    with (folder / "progress.csv").open(newline="") as file:
-        log = list(csv.DictReader(file))
+    same |= {name: environment[name] for name in ("torch", "gymnasium", "numpy", "device")}
+    same |= dict(python=environment["python"].split()[0], cpu=record["cpu"], cores=record["cores"])
+    same |= dict(git_commit=" ".join(record["commits"]), command=shlex.join(["python", *record["command"]]))
+    log = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
+    episodes = json.loads((folder / "args.json").read_text())["eval_episodes"]
+    rows = []
     for line in log:
-        if line.get("speed/steps_per_second"):
-            speeds.append(float(line["speed/steps_per_second"]))
-            all_speeds.append(speeds[-1])
-        if line.get("eval/return_mean"):
-            at = dict(step=line["step"], wall_time=line["wall_time"])
+        if "eval/return_mean" in line:
             scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
-            scores |= dict(kind="curve", eval_episodes=line["eval/episodes"])
-            speed = round(statistics.median(speeds), 1) if speeds else ""
-            rows.append(same | at | scores | {"steps_per_second": speed})
-            speeds = []
-    at = dict(step=log[-1]["step"], wall_time=log[-1]["wall_time"])
-    speed = round(statistics.median(all_speeds), 1) if all_speeds else ""
-    rows.append(same | at | {"kind": "final", "steps_per_second": speed} | record["final"])
-    return rows
+            at = dict(step=line["step"], wall_time=round(line["seconds"], 3), eval_episodes=episodes)
+            speed = round(line["speed/steps_per_second"], 1)
+            rows.append(same | at | scores | dict(kind="curve", steps_per_second=speed))
+    return [*rows, rows[-1] | {"kind": "final"} | record["final"]]
 
 
 # -------------------------------------------------------------------------------------------------- all seeds
@@ -297,8 +291,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--suite", choices=SUITES, help="the cells to run (benchmark/suites.py)")
+    what.add_argument("--script", type=Path, help="any script to train and table; needs --env-id")
+    parser.add_argument("--env-id", help="with --script: the environment")
     parser.add_argument(
-        "--suite", required=True, choices=SUITES, help="the cells to run (benchmark/suites.py)"
+        "--steps", type=int, help="with --script: steps of training; default: the script's own"
     )
     parser.add_argument("--algos", nargs="+", help="only these algorithms of the suite, as dqn or dqn-4_step")
     parser.add_argument("--envs", nargs="+", help="only these environments of the suite")
@@ -309,7 +307,14 @@ def main() -> int:
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
     args = parser.parse_args()
-    cells = SUITES[args.suite]
+    if args.script:
+        if not args.env_id or not args.script.is_file():
+            parser.error("--script is a file and needs --env-id")
+        path = args.script.resolve()
+        steps = args.steps or load_script(path.stem, path).make_args(args.env_id).total_timesteps
+        cells = [Cell(path.stem, args.env_id, steps, seeds=3, script=shown(path))]
+    else:
+        cells = SUITES[args.suite]
     for option, keys in (
         ("algos", lambda cell: {cell.algo, cell.name}),
         ("envs", lambda cell: {cell.env_id}),

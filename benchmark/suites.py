@@ -15,6 +15,7 @@ class Cell(NamedTuple):
     bar: float | None = None
     args: tuple[str, ...] = ()  # further arguments of the script
     variant: str = ""  # a name for these arguments, if the script is measured with others too
+    script: str = ""  # path of the script; empty: algos/{algo}.py
 
     @property
     def name(self) -> str:
@@ -59,19 +60,6 @@ SUITES = {
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=3, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=3, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
-    ],
-    "ppo_variants": [
-        Cell("ppo_variants", "CartPole-v1", 100_000, 5, 475, ("--advantage", "n_step"), "n_step"),
-        Cell(
-            "ppo_variants", "CartPole-v1", 100_000, 5, 475,
-            ("--entropy-method", "max", "--entropy-coef", "0.01", "--stop-entropy-gradient",
-             "--no-normalize-advantage"),
-            "max_entropy",
-        ),
-        Cell(
-            "ppo_variants", "CartPole-v1", 100_000, 5, 475, ("--entropy-coef", "0.01", "--softplus-entropy"),
-            "softplus_entropy",
-        ),
     ],
     # Hours, and a GPU for Atari. The bars were measured otherwise: HalfCheetah is one run of RL Baselines3
     # Zoo, the other MuJoCo tasks are Tianshou's maximum over training, both on -v3; Atari had no sticky
