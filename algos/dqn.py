@@ -20,6 +20,7 @@ Differences from the papers:
  4. The trunk's gradient is not scaled by 1/sqrt(2) with dueling; noise is drawn anew in every forward pass.
  5. A transition that meets the end of its episode or of the record after k < n steps keeps those k.
  6. A life lost on Atari ends no episode.
+ 7. Actions that info["action_mask"] rules out are never taken, but the maximum in y is over all actions.
 
     python algos/dqn.py --env-id CartPole-v1
 """
@@ -31,14 +32,13 @@ Differences from the papers:
 # ]
 # ///
 
-import atexit, contextlib, copy, csv, importlib.util, io, itertools, json, math, multiprocessing, os
-import platform, random, re, shlex, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
-from collections import deque
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+import contextlib, copy, errno, importlib, json, math, os, platform, random, re, shutil, signal, subprocess
+import sys, time
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import cv2
 import gymnasium as gym
@@ -46,73 +46,495 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
-from tensorboard.compat.proto.summary_pb2 import Summary
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Rate = Annotated[float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 
 
 @dataclass
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
-    compile: bool = False  # CUDA: capture the update as a graph; CPU: torch.compile the loss
+    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    compile: bool = False  # on CUDA: capture the update as a graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder to continue
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
+    init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 50_000  # environment steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: int = 10  # episodes of one evaluation
+    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: int = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
     render: bool = False  # show an episode of each evaluation in a window
-    track: Literal["none", "wandb", "trackio"] = "none"  # also log to this service
+    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
-    env_kwargs: str = "{}"  # JSON object of arguments for the environment, besides the tuned ones
-    num_envs: int = 1  # environments that step together
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 1  # environments that step together
     async_envs: bool = False  # one process per environment, for slow ones
-    max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
-    stop_return: float | None = None  # stop when the mean return of an evaluation reaches this
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
-    total_timesteps: int = 50_000  # environment steps, rounded up to whole rollouts
+    total_timesteps: Count = 50_000  # environment steps, rounded up to whole steps of all environments
     double: bool = False  # the online network chooses the next action, the target network judges it
     dueling: bool = False  # separate streams for the value of the state and the advantages of the actions
     noisy: bool = False  # explore by noise on the weights instead of epsilon
     noise_type: Literal["factorized", "independent"] = "factorized"  # one per input and output, or per weight
-    n_step: int = 1  # rewards before the value takes over
+    n_step: Count = 1  # rewards before the value takes over
     per: bool = False  # draw transitions with large errors more often
-    per_alpha: float = 0.6  # how much more often; 0: uniform
-    per_beta_start: float = 0.4  # correction of that bias, rises linearly to 1
-    per_eps: float = 1e-6  # added to each priority
-    learning_rate: float = 1e-3  # step size of the update
-    anneal_lr: bool = True  # learning rates fall linearly to 0
-    adam_eps: float = 1e-8  # added to the denominator of Adam
-    gamma: float = 0.99  # discount
+    per_alpha: Share = 0.6  # how much more often; 0: uniform
+    per_beta_start: Share = 0.4  # correction of that bias, rises linearly to 1
+    per_eps: Annotated[float, (1e-12, 1)] = 1e-6  # added to each priority, so that none is 0
+    learning_rate: Rate = 1e-3  # step size of the update
+    anneal_lr: bool = True  # the learning rate falls linearly to 0
+    adam_eps: Rate = 1e-8  # added to the denominator of Adam
+    gamma: Share = 0.99  # discount
     loss: Literal["huber", "mse"] = "huber"  # of the error y - Q; mse is half of the square
-    max_grad_norm: float = 10.0  # global norm at which the gradient is clipped; 0: never
-    batch_size: int = 64  # transitions in each update
-    buffer_size: int = 100_000  # rows kept for replay: one for each step and one more for each episode
+    max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
+    batch_size: Count = 64  # transitions in each update
+    buffer_size: Count = 100_000  # rows kept for replay: one for each step and one more for each episode
     learning_starts: int = 1_000  # environment steps of random actions before the first update
-    train_every: int = 1  # environment steps between trainings
-    updates_per_train: int = 1  # gradient steps in each training
-    target_update_every: int = 100  # environment steps between updates of the target network
-    tau: float = 1.0  # share of the new weights in each update of the target networks
-    epsilon_start: float = 1.0  # share of random actions at first
-    epsilon_end: float = 0.04  # share of random actions in the end
-    exploration_fraction: float = 0.16  # share of the training in which epsilon falls
-    hidden_sizes: tuple[int, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
+    train_every: Count = 1  # environment steps between trainings
+    updates_per_train: Count = 1  # gradient steps in each training
+    target_update_every: Count = 100  # environment steps between updates of the target network
+    tau: Share = 1.0  # share of the new weights in each update of the target network
+    epsilon_start: Share = 1.0  # share of random actions at first
+    epsilon_end: Share = 0.04  # share of random actions in the end
+    exploration_fraction: Share = 0.16  # share of the training in which epsilon falls
+    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
     clip_reward: bool = False  # rewards to their sign, for learning only
     reward_scale: float = 1.0  # rewards times this, for learning only
 
 
+# -------------------------------------------------------------------------------------------- learning rule
+def td_target(reward, discount, target_q_values, q_values=None):
+    """y = R + gamma^k Q'(s_{t+k}, a*), all (B,): R is the discounted sum of the k rewards before s_{t+k}.
+
+    discount is gamma^k, or 0 where s_{t+k} is terminal. The values of all actions in s_{t+k} are (B, A):
+    target_q_values Q' of the target network, whose argmax a* is; with q_values of the online network theirs.
+    """
+    best = (target_q_values if q_values is None else q_values).argmax(dim=1, keepdim=True)
+    return reward + discount * target_q_values.gather(1, best).squeeze(1)
+
+
+def q_loss(td_error, loss, weight):
+    """Mean of Huber's loss or half the square of the errors (B,), times the weights (B,)."""
+    zero = torch.zeros_like(td_error)
+    error = F.huber_loss(td_error, zero, reduction="none") if loss == "huber" else td_error.square() / 2
+    return (weight * error).mean()
+
+
+def epsilon_at(env_steps, args):
+    """Share of random actions: 1 before learning starts, then linear from epsilon_start to epsilon_end."""
+    if env_steps < args.learning_starts:
+        return 1.0
+    if args.noisy:  # the noise of the weights explores
+        return 0.0
+    last = args.exploration_fraction * args.total_timesteps
+    return float(np.interp(env_steps, [0, last], [args.epsilon_start, args.epsilon_end]))
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    device = set_up(args)
+    envs, obs, info = start_segment(args)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
+    if args.evaluate:  # without the memory that training takes
+        return Run(args, args.num_envs, agent=agent).evaluate()
+    target_agent = copy.deepcopy(agent)
+    optimizer = make_adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps)
+    buffer = FrameBuffer(args, envs.single_observation_space, device)
+    buffer.start(obs)
+
+    def update(batch):
+        """One gradient step on a batch of transitions (B, ...)."""
+        with torch.no_grad():
+            q_values = agent(batch["next_obs"]) if args.double else None
+            y = td_target(batch["reward"], batch["discount"], target_agent(batch["next_obs"]), q_values)
+        q_value = agent(batch["obs"]).gather(1, batch["action"][:, None]).squeeze(1)
+        loss = q_loss(y - q_value, args.loss, batch["weight"])
+        optimizer.zero_grad()
+        loss.backward()
+        (grad_norm,) = clip_gradients(optimizer, args.max_grad_norm)
+        optimizer.step()
+        q_value = q_value.detach()
+        return {
+            "td_error": y - q_value, "loss/q": loss.detach(), "loss/td_error": (y - q_value).abs().mean(),
+            "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": y.mean(),
+            "grad/norm": grad_norm,
+        }  # fmt: skip
+
+    learn = BatchGraph(update) if args.compile and device.type == "cuda" else update
+    run = Run(args, args.num_envs, agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
+    if args.init_from:
+        target_agent.load_state_dict(agent.state_dict())
+    rewards, metrics = [], {}  # since the last row; of the last update
+    while True:
+        # Pause: score, save, end, or go on from what was saved
+        if run.due(args.eval_every) and not run.signal:
+            run.evaluate()
+        if run.due(args.checkpoint_every * args.num_envs):
+            run.checkpoint()
+        if run.finished:
+            return run.close(envs)
+        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
+            envs, obs, info = start_segment(args, run.env_steps, envs)
+            buffer.start(obs)
+            rewards, metrics = [], {}
+
+        # Act and step
+        progress = run.env_steps / args.total_timesteps
+        agent.epsilon = epsilon_at(run.env_steps, args)
+        if args.normalize_obs:
+            agent.obs_norm.update(to_tensor(obs, device))
+        action = agent.act(obs, info, greedy=False)
+        next_obs, reward, terminated, truncated, next_info = envs.step(action)
+        done = terminated | truncated
+        run.count(reward, done)
+        rewards.append(reward.mean())
+
+        # Store
+        reward = args.reward_scale * (np.sign(reward) if args.clip_reward else reward)
+        buffer.add(action, reward, terminated, next_obs)
+        obs, info = reset_done(envs, info, next_obs, next_info, done)
+        if done.any():
+            buffer.start(obs, done)
+
+        # Update. Each environment step has its turn, so that both intervals are exact for any num_envs.
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["initial_lr"] * (1 - progress))
+        beta = args.per_beta_start + progress * (1 - args.per_beta_start)
+        for step in range(run.env_steps - args.num_envs + 1, run.env_steps + 1):
+            if step >= args.learning_starts and step % args.train_every == 0:
+                for _ in range(args.updates_per_train):
+                    index, weight = buffer.sample(args.batch_size, beta)
+                    metrics = learn(buffer.transitions(index) | {"weight": to_tensor(weight, device)})
+                    buffer.set_priority(index, metrics.pop("td_error"))
+            if step % args.target_update_every == 0:
+                polyak_update(agent, target_agent, args.tau)
+
+        # Log
+        if run.due(args.log_every):
+            run.log(metrics | {
+                "reward/mean": np.mean(rewards), "schedule/epsilon": agent.epsilon,
+                "schedule/learning_rate": optimizer.param_groups[0]["lr"],
+            })  # fmt: skip
+            rewards = []
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def orthogonal(layer, gain=2**0.5):
+    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NatureCNN(nn.Sequential):
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
+
+    def __init__(self, channels, height, width):
+        sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        if min(height, width) < 36:
+            sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
+        convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
+        super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
+        self.to(memory_format=torch.channels_last)  # convolves faster
+
+    def forward(self, image):
+        pixels = image.to(torch.float32, memory_format=torch.channels_last)
+        return super().forward(pixels / 255 if image.dtype == torch.uint8 else pixels)
+
+
+class Trunk(nn.Module):
+    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
+
+    def __init__(self, space, hidden_sizes, activation):
+        super().__init__()
+        self.cnn = NatureCNN(*space.shape) if is_image(space) else nn.Identity()
+        sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
+        self.activation, self.width = getattr(F, activation), sizes[-1]
+
+    def forward(self, obs):
+        x = self.cnn(obs)
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class NoisyLinear(nn.Linear):
+    """y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (Fortunato et al. 2018, eq. 9).
+
+    mu (weight and bias) and sigma are learned; eps is drawn anew in each forward, and 0 in evaluations.
+    """
+
+    def __init__(self, fan_in, fan_out, noise_type):
+        super().__init__(fan_in, fan_out)
+        self.factorized = noise_type == "factorized"
+        bound = fan_in**-0.5 if self.factorized else (3 / fan_in) ** 0.5
+        sigma = 0.5 * fan_in**-0.5 if self.factorized else 0.017
+        nn.init.uniform_(self.weight, -bound, bound)
+        nn.init.uniform_(self.bias, -bound, bound)
+        self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
+        self.bias_sigma = nn.Parameter(torch.full_like(self.bias, sigma))
+
+    def forward(self, x):
+        if not self.training:
+            return super().forward(x)
+        if self.factorized:
+            noise = torch.randn(self.out_features + self.in_features, device=x.device)
+            noise = noise.sign() * noise.abs().sqrt()  # f of eq. 10 and 11
+            bias_noise, input_noise = noise.split([self.out_features, self.in_features])
+            weight_noise = bias_noise[:, None] * input_noise
+        else:
+            weight_noise, bias_noise = torch.randn_like(self.weight), torch.randn_like(self.bias)
+        weight = torch.addcmul(self.weight, self.weight_sigma, weight_noise)
+        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, bias_noise))
+
+
+class Stream(nn.Module):
+    """The last hidden layer and the output: features (B, fan_in) to (B, fan_out); noisy if args say so."""
+
+    def __init__(self, fan_in, fan_out, args):
+        super().__init__()
+        width = args.hidden_sizes[-1]
+        if args.noisy:
+            self.hidden = NoisyLinear(fan_in, width, args.noise_type)
+            self.output = NoisyLinear(width, fan_out, args.noise_type)
+        else:
+            self.hidden = orthogonal(nn.Linear(fan_in, width))
+            self.output = orthogonal(nn.Linear(width, fan_out), gain=1.0)
+        self.activation = getattr(F, args.activation)
+
+    def forward(self, features):
+        return self.output(self.activation(self.hidden(features)))
+
+
+class Agent(nn.Module):
+    """The values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape)."""
+
+    def __init__(self, obs_space, action_space, args, device):
+        super().__init__()
+        if not isinstance(action_space, Discrete):
+            raise UsageError(f"{args.env_id} has {action_space} actions, DQN needs Discrete: try ppo.py")
+        if not args.hidden_sizes:
+            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
+        self.device, self.num_actions = device, int(action_space.n)
+        self.epsilon = epsilon_at(args.total_timesteps, args)  # training sets it anew for each step
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
+        self.trunk = Trunk(obs_space, args.hidden_sizes[:-1], args.activation)
+        self.advantage = Stream(self.trunk.width, self.num_actions, args)  # without dueling it is Q itself
+        self.value = Stream(self.trunk.width, 1, args) if args.dueling else None
+        self.to(device)
+
+    def forward(self, obs):
+        features = self.trunk(self.obs_norm(obs))
+        advantage = self.advantage(features)
+        if self.value is None:
+            return advantage
+        return self.value(features) + advantage - advantage.mean(dim=1, keepdim=True)  # Wang et al., eq. 9
+
+    @torch.inference_mode()
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs,) in a vector environment: the best ones; if not greedy, some of them random."""
+        explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
+        scores = np.random.random((len(obs), self.num_actions))  # the largest of these is a random action
+        if not explore.all():
+            q_values = self(to_tensor(obs, self.device)).cpu().numpy()
+            scores = np.where(explore[:, None], scores, q_values)
+        if "action_mask" in info:
+            scores[~info["action_mask"].astype(bool)] = -np.inf
+        return scores.argmax(axis=1)
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        self.count += len(x)
+        share, delta = len(x) / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+# ------------------------------------------------------------------------------------------- replay memory
+class SumTree:
+    """Masses in N leaves, to draw leaves in proportion to them in O(log N).
+
+    levels[0] are the leaves in groups of WIDTH; levels[k + 1] are the sums of the groups of levels[k].
+    """
+
+    WIDTH = 32  # NumPy visits 4 levels for a million leaves; a binary tree would have 20
+
+    def __init__(self, size: int):
+        self.levels = []
+        while not self.levels or size > 1:
+            size = math.ceil(size / self.WIDTH)
+            self.levels.append(np.zeros((size, self.WIDTH)))
+
+    def set(self, index: np.ndarray, mass: np.ndarray | float) -> None:
+        """Sets the masses of leaves (B,). The sums above are made anew, so that no rounding adds up."""
+        for level in self.levels:
+            level.reshape(-1)[index] = mass
+            index = index // self.WIDTH
+            mass = level[index].sum(axis=1)
+
+    def draw(self, batch_size: int) -> np.ndarray:
+        """Leaves (B,), one from each B-th part of the total mass."""
+        batch, leaf = np.arange(batch_size), np.zeros(batch_size, np.int64)
+        mass = (batch + np.random.random(batch_size)) / batch_size * self.levels[-1].sum()
+        for level in reversed(self.levels):
+            sums = level[leaf].cumsum(axis=1)  # (B, WIDTH)
+            mass = np.minimum(mass, np.nextafter(sums[:, -1], 0))  # rounding must not lead to an empty leaf
+            child = (sums > mass[:, None]).argmax(axis=1)
+            mass -= np.where(child > 0, sums[batch, child - 1], 0)  # what lies to the left
+            leaf = leaf * self.WIDTH + child
+        return leaf
+
+
+class FrameBuffer:
+    """The last buffer_size rows of experience, in a ring of rows for each environment.
+
+    A row holds an observation and the step that was taken from it; the next row holds its successor. So an
+    episode of T steps fills T + 1 rows, the last without a step: nothing is stored twice, and a truncated
+    step keeps its true successor. On Atari an observation is a stack of frames: a row holds only the newest,
+    and the older ones of an episode's first observation get rows too.
+    Row t of environment i lies at index t * num_envs + i, so the row after an index is num_envs further on.
+    A row is drawn in proportion to its mass, which is 0 if its step or its observation is not whole.
+    """
+
+    def __init__(self, args, obs_space: Box, device: torch.device):
+        self.args, self.obs_shape, self.device, self.num_envs = args, obs_space.shape, device, args.num_envs
+        self.stack = obs_space.shape[0] if args.env_id.startswith("ALE/") else 1
+        frame = (obs_space.shape[0] // self.stack, *obs_space.shape[1:])
+        self.size = size = args.buffer_size // args.num_envs * args.num_envs
+        if size < (least := args.num_envs * (2 * self.stack + 1)):  # a new episode must leave an old step
+            raise UsageError(f"--buffer-size {args.buffer_size} is too small: use {least} or more")
+        dtype, free = np.dtype(np.uint8 if is_image(obs_space) else np.float32), free_memory(device)
+        needed = size * (math.prod(frame) * dtype.itemsize + 8 + 4 + 1 + 8)
+        text = f"the replay buffer takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free on {device}"
+        if needed > free:
+            raise UsageError(f"{text}: use a smaller --buffer-size")
+        print(text)
+        self.obs = torch.from_numpy(np.zeros((size, *frame), dtype)).to(device)
+        self.action, self.reward = np.zeros(size, np.int64), np.zeros(size, np.float32)
+        self.terminated, self.mass = np.zeros(size, bool), np.zeros(size)
+        self.tree = SumTree(size) if args.per else None
+        self.largest = 1.0  # mass so far, which new steps get
+        self.row = np.arange(args.num_envs) - args.num_envs  # the newest of each environment
+        self.filled = 0  # all rows in use are below
+
+    def start(self, obs: np.ndarray, new: np.ndarray | None = None) -> None:
+        """First observations (num_envs, ...) of new episodes: of all, or where new (num_envs,) is true."""
+        envs = np.arange(self.num_envs) if new is None else np.flatnonzero(new)
+        for frame in np.split(obs[envs], self.stack, axis=1):
+            self.write(envs, frame)
+
+    def add(self, action, reward, terminated, next_obs: np.ndarray) -> None:
+        """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
+        self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
+        self.set_mass(self.row, self.largest)
+        self.write(np.arange(self.num_envs), np.split(next_obs, self.stack, axis=1)[-1])
+
+    def write(self, envs: np.ndarray, frame: np.ndarray) -> None:
+        """Puts a frame of each of these environments into its next row."""
+        row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
+        self.filled = max(self.filled, row.max() + 1)
+        self.obs.index_copy_(0, to_tensor(row, self.device), to_tensor(frame, self.device))
+        for later in range(self.stack):  # the oldest observations lose a frame
+            self.set_mass((row + later * self.num_envs) % self.size, 0.0)
+
+    def set_mass(self, index: np.ndarray, mass: np.ndarray | float) -> None:
+        self.mass[index] = mass
+        if self.tree:
+            self.tree.set(index, mass)
+
+    def set_priority(self, index: np.ndarray, td_error: torch.Tensor) -> None:
+        """With --per, the mass of rows (B,) becomes (|td_error| + eps)^alpha (Schaul et al. 2016, eq. 1)."""
+        if self.tree:
+            mass = (td_error.abs().cpu().double().numpy() + self.args.per_eps) ** self.args.per_alpha
+            self.largest = max(self.largest, float(mass.max()))
+            self.set_mass(index, mass)
+
+    def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray]:
+        """Rows (B,) with a step, and the weights (B,) in the loss that correct how often each is drawn.
+
+        The weights are (N P(i))^-beta over their maximum, so N and the total mass cancel.
+        """
+        if self.tree:
+            index = self.tree.draw(batch_size)
+            mass = self.mass[index]
+            return index, (mass / mass.min()) ** -beta
+        index = np.random.randint(self.filled, size=batch_size)
+        while (empty := self.mass[index] == 0).any():
+            index[empty] = np.random.randint(self.filled, size=empty.sum())
+        return index, np.ones(batch_size)
+
+    def transitions(self, index: np.ndarray) -> dict[str, torch.Tensor]:
+        """The n-step transitions (B, ...) from these rows (B,), on the device.
+
+        They stop early, after k < n steps, where an episode or the record ends: reward is sum_{i<k} gamma^i
+        r_{t+i}, next_obs is s_{t+k}, discount is gamma^k, and 0 if s_{t+k} is terminal.
+        """
+        steps, gamma = np.arange(self.args.n_step)[:, None], self.args.gamma
+        rows = (index + steps * self.num_envs) % self.size  # (n, B)
+        going = np.logical_and.accumulate(self.mass[rows] > 0)  # the row after an end has no step
+        k = going.sum(axis=0)
+        reward = (gamma**steps * going * self.reward[rows]).sum(axis=0)
+        discount = gamma**k * ~(going & self.terminated[rows]).any(axis=0)
+        both = np.stack([index, index + k * self.num_envs])
+        frames = (both[..., None] + self.num_envs * np.arange(1 - self.stack, 1)) % self.size  # oldest first
+        obs = self.obs.index_select(0, to_tensor(frames.ravel(), self.device))
+        obs, next_obs = obs.view(2, len(index), *self.obs_shape)
+        rest = dict(action=self.action[index], reward=reward, discount=discount)
+        rest = {name: to_tensor(x, self.device) for name, x in rest.items()}
+        return dict(obs=obs, next_obs=next_obs) | rest
+
+    def state_dict(self) -> dict:
+        """The rows in use, cut in NumPy: of a slice of a tensor torch would save the whole."""
+        arrays = dict(obs=self.obs.cpu().numpy(), action=self.action, reward=self.reward)
+        arrays |= dict(terminated=self.terminated, mass=self.mass)
+        state = {name: torch.from_numpy(array[: self.filled]) for name, array in arrays.items()}
+        return state | dict(size=self.size, row=self.row.tolist(), largest=self.largest)
+
+    def load_state_dict(self, state: dict) -> None:
+        if (state["size"], len(state["row"])) != (self.size, self.num_envs):
+            raise ValueError("its replay buffer has another shape: keep --buffer-size and --num-envs")
+        self.row, self.filled, self.largest = np.array(state["row"]), len(state["obs"]), state["largest"]
+        self.obs[: self.filled] = state["obs"]
+        for name in ("action", "reward", "terminated"):
+            getattr(self, name)[: self.filled] = state[name].numpy()
+        self.set_mass(np.arange(self.filled), state["mass"].numpy())
+
+
+# From RL Baselines3 Zoo's dqn.yml; own trials changed CartPole, MountainCar and LunarLander. Atari: CleanRL.
 TUNED = {
-    # after RL Baselines3 Zoo's dqn.yml; own trials changed MountainCar and LunarLander
     "CartPole-v1": dict(learning_rate=2.3e-3, train_every=256, updates_per_train=128, target_update_every=10),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
                        train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
@@ -124,357 +546,11 @@ TUNED = {
     "LunarLander-v3": dict(total_timesteps=300_000, learning_rate=6.3e-4, n_step=3, train_every=4,
                            updates_per_train=4, target_update_every=1_000, exploration_fraction=0.12,
                            epsilon_end=0.05, hidden_sizes=(128, 128), eval_every=25_000),
-    # after CleanRL's settings for Atari
     "atari": dict(total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
                   learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,
                   epsilon_end=0.01, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,
-                  torch_threads=0, checkpoint_every=1_000_000,
-                  env_kwargs='{"repeat_action_probability": 0.25}'),
+                  torch_threads=0, checkpoint_every=1_000_000),
 }  # fmt: skip
-
-
-# ------------------------------------------------------------------------------------------------- networks
-def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
-    nn.init.orthogonal_(layer.weight, gain)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
-class NoisyLinear(nn.Module):
-    """A linear layer whose weights are noisy (Fortunato et al. 2018): in training only, anew in each pass.
-
-    y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (eq. 9); mu and sigma are learned.
-    """
-
-    def __init__(self, fan_in, fan_out, noise_type):
-        super().__init__()
-        self.factorized = noise_type == "factorized"
-        bound = (1 if self.factorized else 3) ** 0.5 * fan_in**-0.5
-        sigma = 0.5 * fan_in**-0.5 if self.factorized else 0.017
-        self.weight = nn.Parameter(torch.empty(fan_out, fan_in).uniform_(-bound, bound))
-        self.bias = nn.Parameter(torch.empty(fan_out).uniform_(-bound, bound))
-        self.weight_sigma = nn.Parameter(torch.full((fan_out, fan_in), sigma))
-        self.bias_sigma = nn.Parameter(torch.full((fan_out,), sigma))
-
-    def noise(self):
-        """eps_w (out, in) and eps_b (out,)."""
-        if not self.factorized:
-            return torch.randn_like(self.weight_sigma), torch.randn_like(self.bias_sigma)
-        noise = torch.randn(sum(self.weight.shape), device=self.weight.device)
-        noise = noise.sign() * noise.abs().sqrt()  # f of eq. 10 and 11
-        eps_out, eps_in = noise.split(list(self.weight.shape))
-        return eps_out[:, None] * eps_in, eps_out
-
-    def forward(self, x):
-        if not self.training:
-            return F.linear(x, self.weight, self.bias)
-        eps_w, eps_b = self.noise()
-        weight = torch.addcmul(self.weight, self.weight_sigma, eps_w)
-        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, eps_b))
-
-
-class Pixels(nn.Module):
-    """Images (B, C, H, W) to float in channels-last memory, which convolves faster; bytes to [0, 1]."""
-
-    def forward(self, x):
-        pixels = x.to(memory_format=torch.channels_last).float()
-        return pixels.div_(255) if x.dtype == torch.uint8 else pixels
-
-
-class Trunk(nn.Sequential):
-    """nn.Sequential without the hooks of its layers, whose calls cost a quarter of a small one's time."""
-
-    def forward(self, x):
-        for layer in self:
-            x = layer.forward(x)
-        return x
-
-
-def make_trunk(space, hidden_sizes, activation):
-    """Observations (B, *space.shape) to features (B, hidden_sizes[-1]): an MLP, behind a CNN for images."""
-    layers, width = [], space.shape[0]
-    if is_image(space):
-        # Nature CNN (Mnih et al. 2015); below 36 pixels it is too coarse and two 3x3 layers take its place.
-        nature = [(32, 8, 4), (64, 4, 2), (64, 3, 1)]
-        layers = [Pixels()]
-        for channels, kernel, stride in nature if min(space.shape[1:]) >= 36 else [(16, 3, 1), (32, 3, 1)]:
-            layers += [orthogonal(nn.Conv2d(width, channels, kernel, stride)), nn.ReLU(inplace=True)]
-            width = channels
-        layers.append(nn.Flatten())
-        width = nn.Sequential(*layers)(torch.zeros(1, *space.shape)).shape[1]
-    nonlinearity = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}[activation]
-    for size in hidden_sizes:
-        layers += [orthogonal(nn.Linear(width, size)), nonlinearity()]
-        width = size
-    return Trunk(*layers).to(memory_format=torch.channels_last)
-
-
-class QNetwork(nn.Module):
-    """Values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape)."""
-
-    def __init__(self, obs_space, num_actions, args):
-        super().__init__()
-        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else None
-        self.trunk = make_trunk(obs_space, args.hidden_sizes[:-1], args.activation)
-        fan_in = self.trunk(torch.zeros(1, *obs_space.shape)).shape[1]
-        self.advantage = make_stream(fan_in, num_actions, args)  # without a value stream it is Q itself
-        self.value = make_stream(fan_in, 1, args) if args.dueling else None
-
-    def forward(self, obs):
-        features = self.trunk(obs if self.obs_norm is None else self.obs_norm(obs))
-        advantage = self.advantage(features)
-        if self.value is None:
-            return advantage
-        return self.value(features) + advantage - advantage.mean(dim=1, keepdim=True)  # Wang et al., eq. 9
-
-
-def make_stream(fan_in, fan_out, args):
-    """The last hidden layer and the output, (B, fan_in) to (B, fan_out); noisy if args say so."""
-    width = args.hidden_sizes[-1]
-    if args.noisy:
-        layers = [NoisyLinear(fan_in, width, args.noise_type), NoisyLinear(width, fan_out, args.noise_type)]
-    else:
-        layers = [orthogonal(nn.Linear(fan_in, width)), orthogonal(nn.Linear(width, fan_out), gain=1.0)]
-    nonlinearity = {"tanh": nn.Tanh, "relu": nn.ReLU, "elu": nn.ELU, "silu": nn.SiLU}[args.activation]
-    return Trunk(layers[0], nonlinearity(), layers[1])
-
-
-# -------------------------------------------------------------------------------------------- learning rule
-def bootstrap_value(target_q, online_q=None):
-    """What the next states are worth, (B,), by the values of their actions (B, A) in the target network.
-
-    DQN takes the largest one; with online_q (B, A), double DQN takes that of the online network's choice.
-    """
-    best = (target_q if online_q is None else online_q).argmax(dim=1, keepdim=True)
-    return target_q.gather(1, best).squeeze(1)
-
-
-def td_target(reward, discount, next_value):
-    """y = R + gamma^k V(s_{t+k}), all (B,): discount is gamma^k, or 0 where s_{t+k} is terminal."""
-    return reward + discount * next_value
-
-
-def q_loss(td_error, loss, weight=None):
-    """Mean over the batch of Huber's loss or half the square of the errors (B,), times the weights (B,)."""
-    zero = torch.zeros_like(td_error)
-    error = 0.5 * td_error.square() if loss == "mse" else F.huber_loss(td_error, zero, reduction="none")
-    return error.mean() if weight is None else (weight * error).mean()
-
-
-def gradient_step(loss, optimizer, max_norm=0.0):  # 0: never clipped
-    """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = torch.autograd.grad(loss, parameters)
-    grad_norm = torch.stack(torch._foreach_norm(gradients)).norm()
-    if max_norm:
-        torch._foreach_mul_(gradients, (max_norm / (grad_norm + 1e-6)).clamp(max=1.0))
-    for parameter, gradient in zip(parameters, gradients, strict=True):
-        parameter.grad = gradient
-    optimizer.step()
-    return grad_norm
-
-
-# ------------------------------------------------------------------------------------------- replay memory
-class SumTree:
-    """Masses p_i >= 0 in N leaves, to draw i with probability p_i / sum(p) in O(log N).
-
-    levels[0] are the leaves; an entry of levels[k + 1] is the sum of WIDTH neighbours in levels[k].
-    """
-
-    WIDTH = 32  # of a binary tree NumPy would visit 20 levels for a million leaves, of this one 4
-
-    def __init__(self, size: int):
-        self.levels = []
-        while not self.levels or size > 1:
-            size = math.ceil(size / self.WIDTH)
-            self.levels.append(np.zeros((size, self.WIDTH)))
-        self.mass = self.levels[0].reshape(-1)
-
-    def set(self, index: np.ndarray, mass: np.ndarray) -> None:
-        """p_i = mass for the indices (B,). Sums are made anew, so errors do not add up."""
-        for level in self.levels:
-            level.reshape(-1)[index] = mass
-            index = index // self.WIDTH
-            mass = level.take(index, axis=0).sum(axis=1)
-
-    def find(self, share: np.ndarray) -> np.ndarray:
-        """The leaves (B,) in which these shares (B,) of the total mass lie, all from [0, 1)."""
-        batch, node = np.arange(len(share)), np.zeros(len(share), dtype=np.int64)
-        mass = share * self.levels[-1].sum()
-        for level in self.levels[::-1]:
-            sums = level.take(node, axis=0).cumsum(axis=1)  # (B, WIDTH)
-            mass = np.minimum(mass, np.nextafter(sums[:, -1], 0))  # rounding must not lead to an empty leaf
-            child = (sums > mass[:, None]).argmax(axis=1)
-            mass -= sums[batch, child - 1] * (child > 0)  # what lies to the left
-            node = node * self.WIDTH + child
-        return node
-
-
-class Priorities:
-    """Draws transition i of a buffer with P(i) = p_i^alpha / sum_k p_k^alpha (Schaul et al. 2016, eq. 1).
-
-    p_i is |td_error| + eps at its last draw, for new ones the largest so far. The tree hears of changes only
-    at the next draw: till then a device has computed the errors, and nobody has waited for them.
-    """
-
-    def __init__(self, buffer, alpha, eps):
-        self.buffer, self.alpha, self.eps = buffer, alpha, eps
-        self.tree, self.largest = SumTree(buffer.size), 1.0
-        self.drawn = self.td_error = None  # of the last batch, until the tree knows
-        buffer.marked = []
-
-    def refresh(self):
-        """Brings the tree up to date: first with the errors of the last batch, then with the rows since,
-        which are new, or lost and without mass."""
-        if self.td_error is not None:
-            priority = self.td_error.abs().cpu().numpy().astype(np.float64) + self.eps
-            self.largest = max(self.largest, float(priority.max()))
-            self.tree.set(self.drawn, priority**self.alpha)
-        if self.buffer.marked:
-            index = np.concatenate(self.buffer.marked)
-            self.tree.set(index, self.largest**self.alpha * self.buffer.valid[index])
-        self.td_error, self.buffer.marked = None, []
-
-    def draw(self, batch_size, beta):
-        """Indices (B,), one from each B-th part of the mass, and the weights (N P(i))^-beta of their losses.
-
-        The weights are over their maximum in the batch, so N and the total mass cancel.
-        """
-        self.refresh()
-        share = (np.arange(batch_size) + np.random.random(batch_size)) / batch_size
-        self.drawn = self.tree.find(share)
-        mass = self.tree.mass[self.drawn]
-        return self.drawn, (mass / mass.min()) ** -beta
-
-    def state_dict(self):
-        self.refresh()
-        mass = torch.from_numpy(self.tree.mass[: self.buffer.filled])
-        return {"mass": mass, "largest": self.largest}
-
-    def load_state_dict(self, state):
-        self.largest, self.buffer.marked = state["largest"], []
-        self.tree.set(np.arange(len(state["mass"])), state["mass"].numpy())
-
-
-# ------------------------------------------------------------------------------------------------- training
-def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
-    device = set_up(args)
-    args = replace(args, total_timesteps=round_up(args.total_timesteps, args.num_envs))
-    envs, obs, info = start_segment(args, env_steps=0)
-    obs_space, actions = envs.single_observation_space, envs.single_action_space
-    if not isinstance(actions, Discrete):
-        raise UsageError(f"dqn.py needs Discrete actions; {args.env_id} has {actions}: try sac.py or ppo.py")
-    agent = QNetwork(obs_space, int(actions.n), args).to(device)
-    target = copy.deepcopy(agent)
-    target.obs_norm = agent.obs_norm  # both networks see the same
-    stack = obs_space.shape[0] if args.env_id.startswith("ALE/") and is_image(obs_space) else 1
-    rows = 100 * args.num_envs if args.evaluate else args.buffer_size  # playing needs no memory
-    buffer = ReplayBuffer(rows, args.num_envs, obs_space, actions, device, stack)
-    priorities = Priorities(buffer, args.per_alpha, args.per_eps) if args.per else None
-    graph = args.compile and device.type == "cuda"
-    optimizer = torch.optim.Adam(agent.parameters(), eps=args.adam_eps, fused=True)
-
-    # The best action has the largest advantage; the value of the state, if there is one, is the same for all.
-    host_advantage = on_host(agent.obs_norm, agent.trunk, agent.advantage)
-
-    def greedy(obs, info):
-        agent.eval()  # no noise
-        action = host_advantage(obs).argmax(axis=1)
-        agent.train()
-        return action
-
-    def act(obs, epsilon):
-        """Epsilon-greedy actions (num_envs,); the network rests where all of them are random."""
-        explore = np.random.random(args.num_envs) < epsilon
-        action = np.random.randint(actions.n, size=args.num_envs)
-        return action if explore.all() else np.where(explore, action, host_advantage(obs).argmax(axis=1))
-
-    def compute_loss(batch):
-        """The loss of a batch, its TD errors (B,) and the values of its actions (B,)."""
-        with torch.no_grad():
-            online_q = agent(batch["next_obs"]) if args.double else None
-            next_value = bootstrap_value(target(batch["next_obs"]), online_q)
-            y = td_target(batch["reward"], batch["discount"], next_value)
-        q_value = agent(batch["obs"]).gather(1, batch["action"][:, None]).squeeze(1)
-        td_error = y - q_value
-        return q_loss(td_error, args.loss, batch.get("weight")), td_error.detach(), q_value.detach()
-
-    def sample(fraction):
-        """A batch from the buffer; with --per by priority, with the weights that correct for it."""
-        if not args.per:
-            return buffer.sample(args.batch_size, args.gamma, args.n_step)
-        beta = args.per_beta_start + fraction * (1 - args.per_beta_start)
-        index, weight = priorities.draw(args.batch_size, beta)
-        return buffer.gather(index, args.gamma, args.n_step) | {"weight": to_tensor(weight, device)}
-
-    def update(batch):
-        """One gradient step. Nothing in it waits for the device."""
-        loss, td_error, q_value = compute_loss(batch)
-        grad_norm = gradient_step(loss, optimizer, args.max_grad_norm)
-        return {"loss": loss.detach(), "td_error": td_error, "q_value": q_value, "grad_norm": grad_norm}
-
-    if graph:
-        update = CudaGraph(update)
-    elif args.compile:
-        compute_loss = torch.compile(compute_loss)
-    parts = {"target": target, "optimizer": optimizer, "buffer": buffer}
-    parts |= {"priorities": priorities} if args.per else {}
-    run = Run(args, agent, log_every=args.log_every, **parts)
-    # A learning rate in a tensor can change inside a CUDA graph.
-    optimizer.param_groups[0].update(lr=torch.zeros((), device=device), capturable=graph)
-    while run.proceed(greedy):
-        if run.new_segment:
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            buffer.start(obs)
-            result = None  # of the last update, which no checkpoint keeps
-
-        # Act and step
-        fraction = run.env_steps / args.total_timesteps
-        explored = min(1.0, fraction / max(args.exploration_fraction, 1e-9))
-        epsilon = args.epsilon_start + explored * (args.epsilon_end - args.epsilon_start)
-        epsilon = 1.0 if run.env_steps < args.learning_starts else 0.0 if args.noisy else epsilon
-        action = act(obs, epsilon)
-        next_obs, reward, terminated, truncated, info = envs.step(action)
-        done = terminated | truncated
-        run.count(reward, done)
-        run.check_finite(observation=next_obs, reward=reward)
-
-        # Store
-        reward = args.reward_scale * (np.sign(reward) if args.clip_reward else reward)
-        buffer.add(action, reward, terminated, next_obs)
-        obs, info = reset_done(envs, next_obs, info, done)
-        if done.any():
-            buffer.start(obs, done)
-        if args.normalize_obs:
-            agent.obs_norm.update(to_tensor(obs, device))
-
-        # Learn. Each environment step has its turn, so that the intervals are exact for any num_envs.
-        learning_rate = args.learning_rate * (1 - fraction if args.anneal_lr else 1.0)
-        for step in range(run.env_steps - args.num_envs + 1, run.env_steps + 1):
-            if step < args.learning_starts:
-                continue
-            if step % args.train_every == 0:
-                optimizer.param_groups[0]["lr"].fill_(learning_rate)
-                for _ in range(args.updates_per_train):
-                    result = update(sample(fraction))
-                    if args.per:
-                        priorities.td_error = result["td_error"]
-            if step % args.target_update_every == 0:
-                polyak_update(agent, target, args.tau)
-
-        # Log
-        if run.env_steps >= run.next_stop:
-            if result is not None:
-                q_value, grad_norm = result["q_value"], result["grad_norm"]
-                max_norm = args.max_grad_norm or math.inf
-                run.log({"loss/q": result["loss"], "loss/td_error": result["td_error"].abs().mean()})
-                run.log({"q/mean": q_value.mean(), "q/max": q_value.max()})
-                run.log({"grad/norm": grad_norm, "grad/norm_clipped": grad_norm.clamp(max=max_norm)})
-            run.log({"schedule/epsilon": epsilon, "schedule/learning_rate": learning_rate})
-    envs.close()
-    return run.close()
 
 
 # ------------------------------------------------------------------ utilities, the same text in every script
@@ -482,204 +558,108 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
-def run_folder(path: str) -> Path:
-    """The run folder that path is or lies in."""
-    for folder in (Path(path), *Path(path).parents):
-        if (folder / "args.json").is_file():
-            return folder
-    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
-
-
-def env_family(env_id: str) -> str:
-    """classic, toy_text, box2d, mujoco or atari for environments of Gymnasium and ale-py; else empty."""
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
     entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
-    family = re.match(r"gymnasium\.envs\.(classic|toy_text|box2d|mujoco)", entry)
-    return "atari" if env_id.startswith("ALE/") else family[1] if family else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Command line > the run of --resume or --evaluate > TUNED[env id] > TUNED[family] > Args."""
+    """Command line > the run of --resume or --evaluate > make_args."""
     argv = sys.argv[1:] if argv is None else argv
-    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
-    if run := early.get("--resume") or early.get("--evaluate"):
-        saved = run_folder(run) / "args.json"
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
         try:
-            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
-            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
-        except (TypeError, json.JSONDecodeError) as error:
-            raise UsageError(f"{saved} is not of this script: {error}") from None
-    else:
-        env_id = early.get("--env-id", Args.env_id)
-        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            summary = __doc__.partition("\n\n")[0]
-            args = tyro.cli(Args, args=argv, default=defaults, description=summary)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        text = message.getvalue().partition("For full helptext")[0]
-        raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
-    with contextlib.suppress(TypeError, ValueError):  # of what is no JSON object make_envs tells
-        args.env_kwargs = json.dumps(json.loads(defaults.env_kwargs) | json.loads(args.env_kwargs))
-    return args
+            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def set_up(args) -> torch.device:
-    """Checks the arguments, sets the threads of torch and picks the device."""
-    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
-                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
-                log_every noise_steps"""
-    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
-                per_alpha per_beta_start backtrack_ratio"""
-    signed = "stop_return target_entropy obs_low obs_high"
-    for name, value in vars(args).items():
-        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
-        high = 1 if name in shares.split() else math.inf
-        if name == "hidden_sizes" and not value:
-            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
-    if args.resume and args.evaluate:
-        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
-    if args.stop_return is not None and not args.eval_every:
-        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
-    if args.track != "none" and not importlib.util.find_spec(args.track):
-        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
-    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
-        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
-    if not found[device]:
-        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
-    return torch.device(device)
+    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the type, or the types inside it
+            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
+                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
+                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                    raise UsageError(f"{value}: must be from {low} to {high}")
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"
+        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+    set_seed(args.seed)
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    try:
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
+    return device
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
 
 
 def is_image(space: gym.Space) -> bool:
-    """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
-    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
-        return False
-    return min(space.shape[:2] if channels_last(space) else space.shape[-2:]) >= 5
-
-
-def channels_last(space: Box) -> bool:
-    """Images (H, W, C), not (C, H, W) or (H, W)."""
-    return len(space.shape) == 3 and space.shape[-1] == min(space.shape)
-
-
-def has_image(space: gym.Space) -> bool:
-    """Whether it is one or has one anywhere inside."""
-    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
-    return is_image(space) or any(map(has_image, parts))
+    return space.dtype == np.uint8 and len(space.shape or ()) == 3
 
 
 def standardize(env: gym.Env) -> gym.Env:
-    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
-    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
-    name, space, actions = env.spec.id, env.observation_space, env.action_space
-    if has_image(space) and not is_image(space):
-        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
-    if isinstance(space, Text) or not space.is_np_flattenable:
-        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
-    if not is_image(space):
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype not in (np.float32, np.float64):
-            env = gym.wrappers.DtypeObservation(env, np.float32)
-    elif len(space.shape) == 2 or channels_last(space):
-        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
-        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
-        env = gym.wrappers.TransformObservation(env, turn, turned)
-    if isinstance(actions, Discrete) and actions.start == 0 and actions.dtype == np.int64:
-        return env
-    if isinstance(actions, Box):
-        whole, wide = actions.dtype.kind in "iu", np.result_type(actions.dtype, np.float32)
-        low, high = actions.low.ravel().astype(wide), actions.high.ravel().astype(wide)
-        bounded = np.isfinite(low) & np.isfinite(high)
-        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
-        center, scale = (left + right) / 2, (right - left) / 2
-        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
-        cut = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
-        convert = (lambda a: np.rint(cut(a))) if whole else cut
-    elif isinstance(actions, (Discrete, MultiDiscrete)):
-        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
-        convert = lambda a: a + np.ravel(actions.start)
+    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
+    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
+    space, actions = env.observation_space, env.action_space
+    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
+    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+        env = gym.wrappers.FlattenObservation(env)
+    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+        env = gym.wrappers.DtypeObservation(env, np.float32)
+    if isinstance(actions, Box) and actions.dtype.kind == "f":
+        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
+        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
+        env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
     elif isinstance(actions, MultiBinary):
-        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
-    else:
-        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
-    to_env = lambda a: convert(a).reshape(actions.shape).astype(actions.dtype, copy=False)
-    return gym.wrappers.TransformAction(env, to_env, unit)
-
-
-MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, OSError, AssertionError
+        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
+    elif not isinstance(actions, (Discrete, MultiDiscrete)):
+        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+    elif np.any(actions.start):
+        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
+        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
+    return env
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    atari = args.env_id.startswith("ALE/")
+    kwargs = {**args.env_kwargs, **kwargs}
 
-    def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+    def make_env():
+        if args.async_envs:  # in its process: the parent decides when to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))
 
     try:
-        extra = json.loads(args.env_kwargs)
-        if not isinstance(extra, dict):
-            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
-        if args.max_episode_steps and atari:  # ale-py counts frames
-            kwargs["max_num_frames_per_episode"] = extra.get("frameskip", 4) * args.max_episode_steps
-        elif args.max_episode_steps:
-            kwargs["max_episode_steps"] = args.max_episode_steps
-        kwargs |= extra
-        if atari:
-            if not extra.get("grayscale", True) or extra.get("continuous"):
-                raise TypeError("of Atari games only grayscale images and discrete actions are learned from")
+        if args.env_id.startswith("ALE/"):
             gym.register_envs(importlib.import_module("ale_py"))
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
-        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
-            sys.path.append(os.getcwd())
+            kwargs = {"reward_clipping": False, **kwargs}
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
+        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-        if args.async_envs:  # a run that ends early must not leave its workers to complain
-            atexit.register(envs.close)
-        return envs
-    except UsageError:
-        raise
-    except MAKE_ERRORS as error:
-        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
-        raise UsageError(f"cannot make {what}: {' '.join(str(error).split()) or repr(error)}") from None
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
 
 
-def round_up(total_timesteps: int, chunk: int) -> int:
-    """Whole chunks of environment steps; says so if there is a difference."""
-    rounded = math.ceil(total_timesteps / chunk) * chunk
-    if rounded != total_timesteps:
-        print(f"total_timesteps {total_timesteps} is rounded up to {rounded}, whole rollouts of {chunk}")
-    return rounded
-
-
-def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if not done.any():
-        return next_obs, info
-    obs, reset_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in info:
-        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
-        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
-    return obs, reset_info
-
-
-def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
     """New environments, and everything random seeded from (seed, env_steps).
 
     A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
@@ -687,223 +667,58 @@ def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.Vecto
     """
     if old_envs is not None:
         old_envs.close()
-        atexit.unregister(old_envs.close)
     seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    set_seed(seed)
     envs = make_envs(args, args.num_envs)
     envs.action_space.seed(seed)
     return envs, *envs.reset(seed=seed)
 
 
+def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    for given in (info, next_info):  # a mask from some environments only would be 0 for the others
+        if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
+            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
+    if not done.any():
+        return next_obs, next_info
+    obs, new_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in new_info:
+        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
+        new_info["_action_mask"] |= ~done
+    return obs, new_info
+
+
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 becomes float32 on the way."""
-    return torch.as_tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None, device=device)
+    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on the device; infinity where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits, group = [math.inf], Path("/sys/fs/cgroup")  # Linux; the second is of a container
-    if Path("/proc/meminfo").exists():
-        available = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-        limits += [1024 * int(available[1])] if available else []
-    if (group / "memory.max").exists() and (limit := (group / "memory.max").read_text().strip()).isdigit():
-        cache = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        limits.append(int(limit) - int((group / "memory.current").read_text()) + sum(map(int, cache)))
-    return min(limits)
+def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
+    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
 
 
-class ReplayBuffer:
-    """The last buffer_size rows of experience, from one ring of rows for each environment.
-
-    A row holds one observation, and if it is valid also the step that was taken from it; the observation of
-    the next row is the successor. So an episode of T steps fills T + 1 rows, the last without a step, nothing
-    is stored twice, and a truncated step keeps its true successor. With stack > 1 observations are the last
-    `stack` images: a row holds only the newest, and the older ones at an episode's start get rows too.
-    Row t of environment i lies at index t * num_envs + i, so the next row of an index is num_envs further on.
-    """
-
-    COLUMNS = "action reward terminated valid".split()  # on the host; the observations are on the device
-    ROW_BYTES = 6  # of a row: reward, terminated, valid
-
-    def __init__(self, buffer_size: int, num_envs: int, obs_space: Box, action_space, device, stack: int = 1):
-        self.num_envs, self.size, self.stack = num_envs, buffer_size // num_envs * num_envs, stack
-        self.row = np.arange(num_envs) - num_envs  # index of the newest row of each environment
-        self.filled = 0  # all indices in use are below
-        self.marked = None  # a list here is told of every row that mark() changes
-        dtype = np.dtype(np.uint8 if obs_space.dtype == np.uint8 else np.float32)
-        shape = obs_space.shape[1:] if stack > 1 else obs_space.shape
-        action_bytes = math.prod(action_space.shape) * action_space.dtype.itemsize
-        size = self.size * (math.prod(shape) * dtype.itemsize + action_bytes + self.ROW_BYTES)
-        free = free_memory(device)
-        what = f"a replay buffer of {self.size} steps takes {size / 1e9:.2f} GB"
-        if size > free:
-            raise UsageError(f"{what}, {free / 1e9:.2f} GB are free: use a smaller --buffer-size")
-        if self.size < (least := num_envs * (2 * stack + 1)):  # a new episode must leave a step of an old one
-            raise UsageError(f"--buffer-size {buffer_size} is too small: use {least} or more")
-        print(f"{what} on {device}, {free / 1e9:.2f} GB are free")
-        # Zeros of NumPy take memory only as they are written to.
-        self.obs = torch.from_numpy(np.zeros((self.size, *shape), dtype=dtype)).to(device)
-        self.action = np.zeros((self.size, *action_space.shape), dtype=action_space.dtype)
-        self.reward = np.zeros(self.size, dtype=np.float32)
-        self.terminated, self.valid = np.zeros(self.size, dtype=bool), np.zeros(self.size, dtype=bool)
-
-    def start(self, obs: np.ndarray, mask: np.ndarray | None = None) -> None:
-        """First observations (num_envs, ...) of new episodes: where mask is true, or everywhere."""
-        envs = np.arange(self.num_envs) if mask is None else np.flatnonzero(mask)
-        for age in range(self.stack)[::-1]:
-            self.write(envs, obs[envs] if self.stack == 1 else obs[envs, -1 - age])
-
-    def add(self, action, reward, terminated, next_obs: np.ndarray) -> None:
-        """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
-        self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
-        self.mark(self.row, True)
-        self.write(slice(None), next_obs if self.stack == 1 else next_obs[:, -1])
-
-    def write(self, envs: np.ndarray | slice, image: np.ndarray) -> None:
-        """Moves these environments on to their next row and puts an observation there."""
-        row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
-        self.filled = max(self.filled, int(row.max()) + 1)
-        for later in range(self.stack):  # steps that lose a part of their observation
-            self.mark((row + later * self.num_envs) % self.size, False)
-        if self.obs.device.type == "cpu":
-            self.obs.numpy()[row] = image
-        else:
-            self.obs[torch.from_numpy(row).to(self.obs.device)] = to_tensor(image, self.obs.device)
-
-    def mark(self, index: np.ndarray, valid: bool) -> None:
-        """Says of rows whether they can be drawn: a step that is whole, with all of its observation."""
-        self.valid[index] = valid
-        if self.marked is not None:
-            self.marked.append(index.copy())  # self.row moves on
-
-    def draw(self, batch_size: int) -> np.ndarray:
-        """Indices (B,) of valid rows, each as likely as the others."""
-        index = np.random.randint(self.filled, size=batch_size)
-        while not (valid := self.valid[index]).all():
-            index[~valid] = np.random.randint(self.filled, size=batch_size - valid.sum())
-        return index
-
-    def sample(self, batch_size: int, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
-        """Steps drawn from all: obs, action, reward, discount and next_obs, (B, ...) each, on the device.
-
-        They are n-step transitions that stop early, after k < n steps, where an episode or the record ends:
-        reward is sum_{i<k} gamma^i r_{t+i}, next_obs s_{t+k}, discount gamma^k, and 0 if s_{t+k} is terminal.
-        """
-        return self.gather(self.draw(batch_size), gamma, n_step)
-
-    def gather(self, index: np.ndarray, gamma: float, n_step: int = 1) -> dict[str, torch.Tensor]:
-        """The n-step transitions from these rows."""
-        steps = np.arange(n_step)[:, None]
-        rows = (index + steps * self.num_envs) % self.size  # (n, B)
-        going = np.logical_and.accumulate(self.valid[rows])  # the row after an end is never valid
-        k = going.sum(0)
-        reward = (gamma**steps * going * self.reward[rows]).sum(0)
-        discount = gamma**k * ~(going & self.terminated[rows]).any(0)
-        obs, next_obs = self.observations(np.stack([index, index + k * self.num_envs]))
-        device = self.obs.device
-        reward, discount = to_tensor(np.stack([reward, discount]), device)
-        action = to_tensor(self.action.take(index, axis=0), device)
-        return {"obs": obs, "action": action, "reward": reward, "discount": discount, "next_obs": next_obs}
-
-    def observations(self, index: np.ndarray) -> torch.Tensor:
-        """Observations (*index.shape, ...) of these rows, stacked if they are images of a stack."""
-        shape = (*index.shape, *self.obs.shape[1:])
-        if self.stack > 1:
-            index = index[..., None] + self.num_envs * np.arange(1 - self.stack, 1)  # oldest first
-            shape = (*index.shape, *self.obs.shape[1:])
-        index = torch.from_numpy((index % self.size).ravel()).to(self.obs.device)
-        return self.obs.index_select(0, index).view(shape)
-
-    def state_dict(self) -> dict:
-        """The rows in use, without a copy of them on a CPU."""
-        columns = {"obs": self.obs[: self.filled].cpu().numpy()}
-        columns |= {name: getattr(self, name)[: self.filled] for name in self.COLUMNS}
-        state = {name: torch.from_numpy(column) for name, column in columns.items()}
-        return state | {"size": self.size, "row": self.row.tolist()}
-
-    def load_state_dict(self, state: dict) -> None:
-        if (state["size"], len(state["row"])) != (self.size, self.num_envs):
-            saved = f"{state['size']} steps of {len(state['row'])} environments"
-            raise ValueError(f"its replay buffer is of {saved}: keep --buffer-size and --num-envs")
-        self.row, self.filled = np.array(state["row"]), len(state["obs"])
-        self.obs[: self.filled] = state["obs"]
-        for name in self.COLUMNS:
-            getattr(self, name)[: self.filled] = state[name].numpy()
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
+    """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
+    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    return norms
 
 
+@torch.no_grad()
 def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
-    """target <- tau network + (1 - tau) target, all parameters at once."""
-    with torch.no_grad():
-        torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+    """target <- tau network + (1 - tau) target; buffers, of normalizers and BatchNorm, are copied."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+    for old, new in zip(target.buffers(), network.buffers(), strict=True):
+        old.copy_(new)
 
 
-class RunningNorm(nn.Module):
-    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
-
-    def __init__(self, shape: tuple[int, ...]):
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(shape))
-        self.register_buffer("var", torch.ones(shape))
-        self.register_buffer("count", torch.zeros(()))
-
-    def update(self, x: torch.Tensor) -> None:
-        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
-        var, mean = torch.var_mean(x.float(), dim=0, correction=0)
-        self.count += len(x)
-        share, delta = len(x) / self.count, mean - self.mean
-        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
-        self.mean.lerp_(mean, share)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return ((x.float() - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10)
-
-
-HOST_LAYERS = {  # what NumPy does for them, from x and the tensors of the layer
-    nn.Linear: lambda x, weight, bias: x @ weight.T + bias,
-    nn.Tanh: np.tanh,
-    nn.ReLU: lambda x: np.maximum(x, 0),
-    RunningNorm: lambda x, mean, var, count: ((x - mean) / np.sqrt(var + 1e-8)).clip(-10, 10),
-}
-
-
-def on_host(*modules: nn.Module | None) -> Callable[[np.ndarray], np.ndarray]:
-    """The modules in a row, those that are not None, as a function of arrays (B, ...) for acting.
-
-    On the CPU it runs in NumPy, on the very memory of the weights: with the few rows of a step torch spends
-    its time on calls and takes thrice as long. On a GPU, or with other layers than those above, torch runs.
-    It sees layers, not what a changed forward does between them, so now and then torch checks the result.
-    """
-    chain = nn.Sequential(*(module for module in modules if module is not None))
-    layers = [layer for layer in chain.modules() if not list(layer.children())]
-    device = next(chain.parameters()).device
-
-    @torch.inference_mode()
-    def run_torch(x):
-        return chain(to_tensor(x, device)).cpu().numpy()
-
-    if device.type != "cpu" or not all(type(layer) in HOST_LAYERS for layer in layers):
-        return run_torch
-    tensors = [[x.numpy() for x in layer.state_dict().values()] for layer in layers]
-    calls = itertools.count()
-
-    def run(obs):
-        x = obs.astype(np.float32, copy=False)
-        for layer, values in zip(layers, tensors, strict=True):
-            x = HOST_LAYERS[type(layer)](x, *values)
-        if next(calls) % 1000 == 0 and np.isfinite(x).all():
-            error = np.abs(x - run_torch(obs).reshape(x.shape)).max()
-            if error > 1e-3 * max(1, np.abs(x).max()):
-                raise RuntimeError("a forward does more than its layers: let on_host return run_torch")
-        return x
-
-    return run
-
-
-class CudaGraph:
-    """Calls update(batch) thrice as it is, then captures and replays it: one launch instead of hundreds."""
+class BatchGraph:
+    """update(batch), captured after three calls and then replayed: one launch instead of hundreds."""
 
     def __init__(self, update):
         self.update, self.calls = update, 0
@@ -914,409 +729,289 @@ class CudaGraph:
         if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                metrics = self.update(batch)
+                result = self.update(batch)
             torch.cuda.current_stream().wait_stream(self.stream)
-            return metrics
+            return result
         if self.calls == 4:
             self.batch = {name: x.clone() for name, x in batch.items()}
             with torch.cuda.graph(self.graph):
-                self.metrics = self.update(self.batch)
+                self.result = self.update(self.batch)
         for name, x in batch.items():
             self.batch[name].copy_(x)
         self.graph.replay()
-        return {name: x.clone() for name, x in self.metrics.items()}
+        return {name: x.clone() for name, x in self.result.items()}
 
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-LOAD_ERRORS = (
-    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
-)  # fmt: skip
-EVALUATION_SEED = 10_000_000
+def free_memory(device: torch.device) -> float:
+    """Bytes that can still be allocated on the device; infinity where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits, info, group = [math.inf], Path("/proc/meminfo"), Path("/sys/fs/cgroup")
+    if info.exists():  # Linux
+        limits.append(1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]))
+    if (limit := group / "memory.max").exists() and limit.read_text().strip().isdigit():  # of a container
+        cache = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
+        used = int((group / "memory.current").read_text()) - sum(map(int, cache))
+        limits.append(int(limit.read_text()) - used)
+    return min(limits)
 
 
-class Film:
-    """Frames of the first environment of an evaluation, for an mp4 (VP9: browsers play it) and a window."""
+def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
 
-    def __init__(self, args, path: Path | None):
-        self.args, self.path, self.writer, self.twin = args, path, None, None
-        if args.env_id.startswith("ALE/"):  # cannot render as a vector: a twin in colour plays the same game
-            self.twin = make_envs(args, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
-
-    def shoot(self, envs, actions: np.ndarray | None = None) -> None:
-        """Takes the frame after actions; without them, that of the reset."""
-        if self.twin is None:
-            frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
-                frame = envs.envs[0].render()
-            if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
-                raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
-        else:
-            start = actions is None
-            obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
-            frame, fps = obs[0, 0], 15
-        frame = np.ascontiguousarray(frame[..., ::-1])  # OpenCV wants blue first
-        if self.path and self.writer is None:
-            self.path.parent.mkdir(exist_ok=True)
-            codec, part = cv2.VideoWriter_fourcc(*"vp09"), str(self.path.with_suffix(".part.mp4"))
-            self.writer = cv2.VideoWriter(part, codec, fps, frame.shape[1::-1])
-        if self.writer:
-            self.writer.write(frame)
-        if self.args.render:
-            cv2.imshow(self.args.env_id, frame)
-            cv2.waitKey(max(1, round(1000 / fps)))  # 0 would wait for a key
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.release()
-            self.path.with_suffix(".part.mp4").replace(self.path)
-        if self.twin:
-            self.twin.close()
-
-
-def evaluate(args, policy, video: Path | None = None, stopped=lambda: False) -> dict[str, np.ndarray] | None:
-    """Plays eval_episodes episodes, the same at every call, in its own environments; training is untouched.
-
-    policy maps (obs, info) to actions. Every environment plays one episode, so short ones are not favoured.
-    Returns returns, discounted, lengths, terminated and success, (eval_episodes,) each, or None if stopped.
+    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
+    untouched: own environments, own random numbers.
     """
-    n, random_states = args.eval_episodes, (random.getstate(), np.random.get_state())
-    film = Film(args, video) if video or args.render else None
-    render = {"render_mode": "rgb_array"} if film and film.twin is None else {}
-    envs = make_envs(replace(args, async_envs=False), n, **render)
-    scores = {name: np.zeros(n) for name in ("returns", "discounted", "lengths", "terminated", "success")}
+    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
+    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
+    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
-    obs, info = envs.reset(seed=EVALUATION_SEED)
-    if film:
-        film.shoot(envs)
-    while playing.any() and not stopped():
-        actions = policy(obs, info).reshape(envs.action_space.shape)
-        obs, reward, terminated, truncated, info = envs.step(actions)
-        if film and playing[0]:
-            film.shoot(envs, actions)
-        scores["returns"] += reward * playing
-        scores["discounted"] += args.gamma**t * reward * playing
-        scores["lengths"] += playing
-        scores["terminated"] += terminated & playing
-        success = np.asarray(info.get("is_success", info.get("success", np.zeros(n))), dtype=bool)
-        scores["success"] = np.maximum(scores["success"], success & playing)
-        playing &= ~(terminated | truncated)
-        obs, info = reset_done(envs, obs, info, terminated | truncated)
-        t += 1
-    envs.close()
-    if film:
-        film.close()
-    random.setstate(random_states[0])
-    np.random.set_state(random_states[1])
-    return None if playing.any() else scores
+    agent.eval()
+    with torch.random.fork_rng():
+        set_seed(args.eval_seed)
+        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        envs = make_envs(replace(args, async_envs=False), n, **render)
+        obs, info = envs.reset(seed=args.eval_seed)
+        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            if show and playing[0]:
+                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
+                if not isinstance(frame, np.ndarray):
+                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
+                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
+                if film and not writer:  # VP9: browsers play it
+                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
+                    writer = cv2.VideoWriter(str(film), codec, fps, size)
+                if film:
+                    writer.write(frame)
+                if args.render:
+                    cv2.imshow(args.env_id, frame)
+                    cv2.waitKey(round(1000 / fps))
+            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            playing &= ~(terminated | truncated)
+            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            t += 1
+        envs.close()
+    agent.train()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
+    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
+    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+
+
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+def load_policy(path: str | Path):
+    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+    state = load(path)
+    args = Args(**state["args"])
+    envs = make_envs(args, 1)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    return agent.eval().act
 
 
 class Run:
-    """The folder of a run: counters, log, evaluations, checkpoints. `while run.proceed(policy)` trains.
+    """The folder of a run: its counters, log, evaluations and checkpoints.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
+    objects with state_dict and load_state_dict; agent is what plays.
     """
 
-    # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
-    SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
-
-    def __init__(self, args, agent, log_every: int = 1, **parts):
-        self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
-        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
-        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
-        self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-        self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
-        self.kept = "no checkpoint yet"
-        limit = args.max_episode_steps or gym.spec(args.env_id.split(":")[-1]).max_episode_steps
-        if not limit and env_family(args.env_id) != "atari":
-            what = "evaluations wait for their episodes to end; --max-episode-steps sets a limit"
-            print(f"{args.env_id} has no time limit: {what}")
-        if args.capture_video or args.render:  # one frame: what cannot be filmed is refused before training
-            with tempfile.TemporaryDirectory() as folder:
-                film = Path(folder) / "0.mp4"
-                evaluate(replace(args, eval_episodes=1, render=False), None, film, stopped=lambda: True)
-        if args.resume or args.evaluate:
-            self.folder = run_folder(args.resume or args.evaluate)
-            self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
+    def __init__(self, args, chunk: int, **parts):
+        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
+        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
+        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
+        script = Path(sys.modules[train.__module__].__file__)
+        env = args.env_id.replace("/", "-").replace(":", "-")
+        name = f"runs/{env}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or name)
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
         if not args.evaluate:
-            self.open_log(Path(sys.modules[train.__module__].__file__))
+            self.open(script)
 
-    def open_log(self, script: Path) -> None:
-        args = self.args
-        if not args.resume:
-            name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            env = re.sub("[/:]", "-", args.env_id)
-            self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
+    def load(self, path: Path) -> None:
+        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+        for name in self.parts if whole else ["agent"]:
+            part = self.parts[name]
+            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
+                state[name]["param_groups"] = part.state_dict()["param_groups"]
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if any(self.folder.iterdir()):
-                    raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
-                shutil.copy(script, self.folder)
-            except OSError as error:
-                raise UsageError(f"cannot write to --run-dir {self.folder}: {error}") from None
-        ask = dict(cwd=script.parent, capture_output=True, text=True)
-        has_git = shutil.which("git")
-        git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
-        environment = {
-            "command": sys.argv, "python": platform.python_version(), "platform": platform.platform(),
-            "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
-        }  # fmt: skip
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.logged_at + 1 if args.resume else None)
-        for name, values in {"args": asdict(args), "environment": environment}.items():
-            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2))
-            text = "\n".join(f"    {key}: {value}" for key, value in values.items())
-            self.writer.add_text(name, text, self.env_steps)
-        self.table, self.rows, self.columns = self.folder / "progress.csv", [], []
-        if args.resume and self.table.exists():
-            with self.table.open(newline="") as file:  # what came after the checkpoint is done again
-                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.logged_at]
-            self.write_table()
-        self.tracker = importlib.import_module(args.track) if args.track != "none" else None
-        if self.tracker:  # wandb and trackio share this interface
-            identity = {"id": self.folder.name} if args.track == "wandb" else {}
-            self.tracker.init(
-                project="plainrl", name=self.folder.name, config=asdict(args), resume="allow", **identity
-            )
-        total, hide = args.total_timesteps, not sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=self.env_steps, unit=" steps", disable=hide, dynamic_ncols=True)
-        self.started_at = self.row_time = self.print_time = time.perf_counter()
-        self.handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError) as error:
+                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.evaluate or not self.args.run_dir:
+            self.folder = path if path.is_dir() else path.parent
+
+    def open(self, script: Path) -> None:
+        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        args = self.args
+        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.resume and args.run_dir:  # a branch begins with a copy
+            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
+                shutil.copy(old / name, self.folder)
+        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = "git describe --always --dirty"
+        git = subprocess.run(
+            git, shell=True, cwd=script.parent, capture_output=True, text=True
+        ).stdout.strip()
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
+            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
+            shutil.copy(script, self.folder / name)
+        if args.track == "wandb":
+            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
+            importlib.import_module("wandb").init(project="plainrl", **options)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        self.started_at = time.perf_counter() - self.seconds
+        print(f"run folder: {self.folder}")
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def catch(self, number: int, frame) -> None:
-        """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
-        if self.signal and number == signal.SIGINT:
+        """Stops at the next pause; a second signal stops at once."""
+        if self.signal:
             os._exit(128 + number)
         self.signal = number
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.SAVED}
+    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Counts one step of every environment; reward is as the environment gave it."""
+        self.env_steps += len(reward)
+        self.episode_return += reward
+        self.episode_length += 1
+        for i in np.flatnonzero(done):
+            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
+            self.episode_return[i] = self.episode_length[i] = 0
 
-    def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.signal > 0
 
-    def save(self, path: Path, **parts) -> bool:
-        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
-        part = path.with_suffix(".part")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with part.open("wb") as file:
-                torch.save({name: value.state_dict() for name, value in parts.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            return True
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
-            part.unlink(missing_ok=True)
-            return False
+    def due(self, every: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        return now and self.saved_at < self.env_steps
 
-    def checkpoint(self) -> None:
-        """Saves all that the run depends on, if it is sound, after what it takes for written."""
-        state = self.agent.state_dict().items()
-        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
-        self.tensorboard(SummaryWriter.flush, again=True)
-        now = time.perf_counter()
-        self.seconds, self.started_at = self.seconds + now - self.started_at, now
-        self.saved_at = self.env_steps
-        if self.save(self.folder / "checkpoint.pt", **self.parts):
-            self.kept = f"the checkpoint of step {self.env_steps}"
-
-    def tensorboard(self, write, again: bool = False) -> None:
-        """Calls write(writer). A full disk ends the writer's thread; again begins another file after that."""
-        try:
-            if again and not self.writer:
-                self.writer = SummaryWriter(str(self.folder))
-            if self.writer:
-                write(self.writer)
-        except OSError as error:
-            print(f"warning: TensorBoard's log has a gap, training goes on: {error}", file=sys.stderr)
-            self.writer = None
-
-    def load(self, path: Path) -> None:
-        try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
-                raise ValueError(f"{damaged} is damaged")
-            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
-            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-            if not play and state.keys() != self.parts.keys():
-                raise ValueError("the parts of its training are others: keep the flags of the run")
-            for name in ["agent"] if play else state:
-                part = self.parts[name]
-                options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
-                part.load_state_dict(state[name])
-                for group, option in zip(getattr(part, "param_groups", ()), options, strict=True):
-                    group.update(option, params=group["params"])  # the command line wins
-            self.kept = f"the checkpoint of step {self.env_steps}"
-        except LOAD_ERRORS as error:
-            raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
-
-    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
-        """Counts a step of every environment that is playing; reward is as the environment gave it."""
-        self.env_steps += len(reward) if playing is True else int(playing.sum())
-        self.episode_return += reward * playing
-        self.episode_length += playing
-        for i in np.flatnonzero(done & playing):
-            self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
-            self.recent.append(self.episodes[-1][1])
-            self.episode_return[i], self.episode_length[i] = 0, 0
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, film = self.args, None
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
+            film.parent.mkdir(exist_ok=True)
+        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
+        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
+        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
+        if args.evaluate or self.signal:
+            return returns
+        self.returns = returns.tolist()
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=self.parts["agent"])
+        return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
-        self.row |= metrics
-
-    def check_finite(self, **values) -> None:
-        """Stops the run before a NaN or an infinity reaches a checkpoint."""
-        for name, value in values.items():
-            if not np.isfinite(value).all():
-                where = f"{self.folder} has {self.kept}"
-                raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
-
-    def evaluate(self, policy) -> None:
-        """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
-        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
-        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
-        scores = evaluate(self.args, policy, video, lambda: self.signal)
-        if scores is None:
-            return
-        self.evaluated_at, self.returns = self.env_steps, scores["returns"]
-        for name in ("mean", "std", "min", "max"):
-            self.row[f"eval/return_{name}"] = float(getattr(self.returns, name)())
-        self.row["eval/episodes"] = len(self.returns)
-        self.row["eval/discounted_return_mean"] = float(scores["discounted"].mean())
-        self.row["eval/length_mean"] = float(scores["lengths"].mean())
-        self.row["eval/termination_rate"] = float(scores["terminated"].mean())
-        self.row["eval/success_rate"] = float(scores["success"].mean())
-        if not self.args.evaluate:
-            self.save(self.folder / "models" / f"{self.env_steps}.pt", agent=self.agent)
-            if self.returns.mean() > self.best:
-                self.best = float(self.returns.mean())
-                self.save(self.folder / "best.pt", agent=self.agent)
-
-    def proceed(self, policy) -> bool:
-        """Between two updates: evaluates, saves and logs when due. Says whether the training goes on."""
-        args = self.args
-        if args.evaluate:
-            self.evaluate(policy)
-            for episode, return_ in enumerate(self.returns, start=1):
-                print(f"episode {episode} return {return_:.1f}")
-            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
-            over = f"over {len(self.returns)} episodes"
-            print(f"return mean {mean:.5g} std {std:.5g} min {low:.5g} max {high:.5g} {over}")
-            return False
-        if self.started and not self.signal and self.env_steps < self.next_stop:
-            self.new_segment = False
-            return True
-        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
-        values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        self.row |= dict(zip(tensors, values, strict=True))
-        due = lambda every, last: every and self.env_steps // every > last // every
-        if self.started:
-            steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
-            self.row["speed/steps_per_second"] = steps / seconds
-        self.check_finite(**self.row)
-        reached = lambda: args.stop_return is not None and self.best >= args.stop_return
-        finished = self.env_steps >= args.total_timesteps or reached()
-        if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
-            try:
-                self.evaluate(policy)
-            except Exception:  # of the environment; the training until here is kept
-                if self.started:
-                    self.checkpoint()
-                raise
-            finished = finished or reached()
-        stop = self.signal  # read once: one that comes from here on waits for the next call
-        save = finished or stop or due(args.checkpoint_every, self.saved_at)
-        save = save and self.env_steps > self.saved_at
-        if save:
-            self.checkpoint()
-        self.new_segment, self.started = save or not self.started, True
-        if self.new_segment:
-            self.episode_return[:], self.episode_length[:] = 0, 0
-        self.write_row()
-        if stop:
-            go_on = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
-            what = f"{signal.Signals(stop).name}: stopped at step {self.env_steps}"
-            print(f"{what}; {self.folder} has {self.kept}; to go on: {go_on}", file=sys.stderr)
-            self.close()
-            raise SystemExit(128 + stop)
-        self.row_time = time.perf_counter()
-        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
-        pauses = [every * (self.env_steps // every + 1) for every in intervals]
-        self.next_stop = min(args.total_timesteps, *pauses)
-        return not finished
-
-    def write_row(self) -> None:
-        """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
-        if not self.row or self.env_steps == self.logged_at:
-            return
-        step, now = self.env_steps, time.perf_counter()
+        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
         if self.episodes:
-            self.row["train/episode_return"] = float(np.mean([return_ for _, return_, _ in self.episodes]))
-            self.row["train/episode_length"] = float(np.mean([length for _, _, length in self.episodes]))
-        row = {"step": step, "wall_time": round(self.seconds + now - self.started_at, 3), **self.row}
-        self.rows.append(row)
-        try:
-            if set(row) <= set(self.columns):
-                with self.table.open("a", newline="") as file:
-                    csv.DictWriter(file, self.columns).writerow(row)
-            else:
-                self.write_table()
-        except OSError as error:  # a full disk; the next row writes the whole table anew
-            print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
-            self.columns = []
-        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.seconds = time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
 
-        def write(writer):
-            writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
-            for ended_at, return_, length in self.episodes:  # one point per episode
-                writer.add_scalar("train/episode_return", return_, ended_at)
-                writer.add_scalar("train/episode_length", length, ended_at)
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
 
-        self.tensorboard(write)
-        if self.tracker:
-            self.tracker.log(self.row, step=step)
-        text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
-        text += f" evaluation {self.returns.mean():.1f}" if self.returns is not None else ""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and ("eval/return_mean" in self.row or now - self.print_time > 10):
-            speed = self.row.get("speed/steps_per_second", 0)
-            print(f"step {step}/{self.args.total_timesteps} {speed:.0f} steps/s {text}", flush=True)
-            self.print_time = now
-        self.row, self.episodes, self.logged_at = {}, [], step
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
 
-    def write_table(self) -> None:
-        """Writes progress.csv anew: its header has every column seen so far."""
-        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        part = self.table.with_suffix(".part")
-        with part.open("w", newline="") as file:
-            table = csv.DictWriter(file, self.columns)
-            table.writeheader()
-            table.writerows(self.rows)
-        part.replace(self.table)
+    def checkpoint(self) -> None:
+        """Saves all that what follows depends on; episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.episode_return[:] = self.episode_length[:] = 0
 
-    def close(self) -> np.ndarray:
+    def close(self, envs) -> np.ndarray:
         """Returns the returns of the last evaluation, one per episode."""
-        if not self.args.evaluate:
-            self.tensorboard(SummaryWriter.close)
-            self.bar.close()
-            if self.tracker:
-                self.tracker.finish()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        return self.returns
+        envs.close()
+        self.writer.close()
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.signal:
+            go_on = f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
+            sys.exit(128 + self.signal)
+        return np.array(self.returns)
 
 
 def main() -> None:
     try:
         train(parse_args())
-    except (UsageError, FloatingPointError) as error:
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -436,51 +436,40 @@ MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    atari = args.env_id.startswith("ALE/")
+    kwargs = {**args.env_kwargs, **kwargs}
 
-    def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+    def make_env():
+        if args.async_envs:  # in its process: the parent decides when to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))
 
     try:
-        extra = json.loads(args.env_kwargs)
-        if not isinstance(extra, dict):
-            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
-        if args.max_episode_steps and atari:  # ale-py counts frames
-            kwargs["max_num_frames_per_episode"] = extra.get("frameskip", 4) * args.max_episode_steps
-        elif args.max_episode_steps:
-            kwargs["max_episode_steps"] = args.max_episode_steps
-        kwargs |= extra
-        if atari:
-            if not extra.get("grayscale", True) or extra.get("continuous"):
-                raise TypeError("of Atari games only grayscale images and discrete actions are learned from")
+        if args.env_id.startswith("ALE/"):
             gym.register_envs(importlib.import_module("ale_py"))
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
-        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
-            sys.path.append(os.getcwd())
+            kwargs = {"reward_clipping": False, **kwargs}
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
+        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-        if args.async_envs:  # a run that ends early must not leave its workers to complain
-            atexit.register(envs.close)
-        return envs
-    except UsageError:
-        raise
-    except MAKE_ERRORS as error:
-        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
-        raise UsageError(f"cannot make {what}: {' '.join(str(error).split()) or repr(error)}") from None
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
 
 
-def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    for given in (info, next_info):  # a mask from some environments only would be 0 for the others
+        if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
+            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
     if not done.any():
-        return next_obs, info
-    obs, reset_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in info:
-        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
-        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
-    return obs, reset_info
+        return next_obs, next_info
+    obs, new_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in new_info:
+        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
+        new_info["_action_mask"] |= ~done
+    return obs, new_info
 
 
 def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:

@@ -5,10 +5,10 @@ action; every step of the environment moves one of them a little towards a bette
 
 The rules (--update-rule) differ in the target y; the equations are those of Sutton and Barto 2018:
 
-    q               y = R + gamma max_a Q(S', a)              the best next action                   (eq. 6.8)
+    q_learning      y = R + gamma max_a Q(S', a)              the best next action                   (eq. 6.8)
     sarsa           y = R + gamma Q(S', A')                   the next action taken                  (eq. 6.7)
     expected_sarsa  y = R + gamma sum_a pi(a | S') Q(S', a)   the mean over the policy               (eq. 6.9)
-    double_q        y = R + gamma Q2(S', argmax_a Q1(S', a))  Q1 learns, Q2 judges; or Q1, Q2 swap  (eq. 6.10)
+    double          y = R + gamma Q2(S', argmax_a Q1(S', a))  Q1 learns, Q2 judges; or Q1, Q2 swap  (eq. 6.10)
 
 The policy pi is epsilon-greedy: a random action with probability epsilon, else that of the largest Q(S, a).
 Nothing follows a terminal state, so y = R there.
@@ -19,6 +19,7 @@ Differences from the papers and the book:
     far as in k updates in a row towards the mean of their k targets.
  3. A' is drawn before Q(S, A) moves, whatever the rule.
  4. The observations of a Box are numbered by the cells of a grid.
+ 5. info["action_mask"] is not looked at: the table learns what such an action is worth.
 
     python algos/q_learning.py --env-id FrozenLake-v1
 """
@@ -30,263 +31,262 @@ Differences from the papers and the book:
 # ]
 # ///
 
-import atexit, contextlib, csv, importlib.util, io, json, math, multiprocessing, os, platform, random
-import re, shlex, shutil, signal, subprocess, sys, tempfile, threading, time, zipfile
-from collections import deque
-from dataclasses import asdict, dataclass, replace
+import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Literal
+from typing import Annotated, Literal, get_args, get_type_hints
 
 import cv2
 import gymnasium as gym
 import numpy as np
 import torch
+import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Text, Tuple
-from tensorboard.compat.proto.summary_pb2 import Summary
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Tuple
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 
 
 @dataclass
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda", "mps"] = "auto"  # where networks live; auto: cuda if there is one
+    device: Literal["cpu"] = "cpu"  # a table gains nothing from a GPU
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder to continue
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
+    init_from: str = ""  # .pt file whose table a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 50_000  # environment steps between checkpoints; 0: only at the end
+    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: int = 10  # episodes of one evaluation
+    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: int = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
+    log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
     render: bool = False  # show an episode of each evaluation in a window
-    track: Literal["none", "wandb", "trackio"] = "none"  # also log to this service
+    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
-    log_every: int = 1_000  # environment steps between rows of the log
     # environment
     env_id: str = "FrozenLake-v1"  # Gymnasium id; also module:Env-v0
-    env_kwargs: str = "{}"  # JSON object of arguments for the environment, besides the tuned ones
-    num_envs: int = 4  # environments that step together
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 4  # environments that step together
     async_envs: bool = False  # one process per environment, for slow ones
-    max_episode_steps: int = 0  # time limit of an episode; 0: the environment's own
-    stop_return: float | None = None  # stop when the mean return of an evaluation reaches this
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
-    total_timesteps: int = 500_000  # environment steps, rounded up to whole rollouts
-    update_rule: Literal["q", "sarsa", "expected_sarsa", "double_q"] = "q"  # the target y
-    learning_rate: float = 0.1  # step size of the update
-    anneal_lr: bool = True  # learning rates fall linearly to 0
-    gamma: float = 0.99  # discount
-    epsilon_start: float = 0.9  # share of random actions at first
-    epsilon_decay: float = 0.9999  # factor of epsilon after each episode
-    epsilon_min: float = 0.01  # where epsilon stops falling
+    total_timesteps: Count = 500_000  # environment steps, rounded up to whole steps of all environments
+    update_rule: Literal["q_learning", "sarsa", "expected_sarsa", "double"] = "q_learning"  # the target y
+    learning_rate: Share = 0.1  # alpha; above 1 values would overshoot their targets
+    anneal_lr: bool = True  # the learning rate falls linearly to 0
+    gamma: Share = 0.99  # discount
+    epsilon_start: Share = 0.9  # share of random actions at first
+    epsilon_decay: Share = 0.9999  # factor of epsilon after each episode
+    epsilon_min: Share = 0.01  # where epsilon stops falling
     initial_value: float = 0.0  # of every Q(s, a); above all that can be earned, every action gets its trial
-    grid_size: tuple[int, ...] = (10,)  # cells per dimension of a Box: one number for all or one for each
+    grid_size: tuple[Count, ...] = (10,)  # cells per dimension of a Box: one number for all or one for each
     obs_low: tuple[float, ...] = ()  # lower ends of the grid, per dimension; empty: the bounds of the Box
     obs_high: tuple[float, ...] = ()  # upper ends of the grid, per dimension; empty: the bounds of the Box
 
 
-# Own sweeps, results in benchmark/results.
-TUNED = {
-    "FrozenLake-v1": dict(total_timesteps=200_000, num_envs=64),
-    # it has no time limit, and a greedy policy may walk in circles
-    "CliffWalking-v1": dict(total_timesteps=50_000, num_envs=8, max_episode_steps=200, learning_rate=0.5,
-                            epsilon_start=0.1),
-    "Taxi-v4": dict(total_timesteps=300_000, num_envs=16, learning_rate=0.5, epsilon_decay=0.999),
-    "MountainCar-v0": dict(total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0,
-                           epsilon_start=0.1, epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,),
-                           eval_every=50_000),
-    "CartPole-v1": dict(num_envs=4, learning_rate=0.2, epsilon_start=0.5, epsilon_decay=0.999,
-                        grid_size=(3, 3, 12, 12), obs_low=(-2.4, -3.0, -0.21, -3.0),
-                        obs_high=(2.4, 3.0, 0.21, 3.0), eval_every=50_000),
-}  # fmt: skip
-
-
 # -------------------------------------------------------------------------------------------- learning rule
-class QTable:
-    """The values Q(s, a) of all states and actions, and the policies that follow from them."""
-
-    def __init__(self, grid, num_actions: int, args: Args):
-        tables = 2 if args.update_rule == "double_q" else 1
-        self.q_values = np.full((tables, grid.num_states, num_actions), args.initial_value)
-        self.epsilon, self.grid = args.epsilon_start, grid
-
-    def greedy(self, state):
-        """The best action in each state, (B,) to (B,); the first of several that are equally good.
-
-        The two tables of double Q-learning vote together.
-        """
-        return self.q_values[:, state].sum(axis=0).argmax(axis=1)
-
-    def act(self, state):
-        """The epsilon-greedy policy: states (B,) to actions (B,)."""
-        explore = np.random.random(len(state)) < self.epsilon
-        random_action = np.random.randint(self.q_values.shape[2], size=len(state))
-        return np.where(explore, random_action, self.greedy(state))
-
-    def state_dict(self):
-        grid = {"sizes": self.grid.sizes, "low": self.grid.low, "high": self.grid.high}
-        grid = {name: value.tolist() for name, value in grid.items()}
-        return {"q_values": torch.from_numpy(self.q_values), "epsilon": self.epsilon, **grid}
-
-    def load_state_dict(self, state):
-        mine = self.state_dict()
-        for name in ("sizes", "low", "high"):
-            if state[name] != mine[name]:
-                raise ValueError(f"its grid is another one: {name} {state[name]}, here {mine[name]}")
-        if state["q_values"].shape != mine["q_values"].shape:
-            raise ValueError(f"it has values of another shape: {tuple(state['q_values'].shape)}")
-        self.q_values, self.epsilon = state["q_values"].numpy().copy(), state["epsilon"]
-
-
-def next_value(update_rule, next_q, judge_q, next_action, epsilon):
+def next_value(update_rule, next_q_values, judge_q_values, next_action, epsilon):
     """What the next state is worth, (B,): the part of the target y that gamma discounts.
 
-    next_q and judge_q are the rows (B, A) of the next states in the table that learns and in the one that
-    judges; only double_q has two. next_action (B,) is what the policy does in them.
+    next_q_values and judge_q_values are the rows (B, A) of S' in the table that learns and in the one that
+    judges; only "double" has two. next_action (B,) is A'. Equations: Sutton and Barto 2018.
     """
-    rows = np.arange(len(next_q))
-    if update_rule == "q":
-        return next_q.max(axis=1)  # Sutton and Barto 2018, eq. 6.8
+    rows = np.arange(len(next_q_values))
+    if update_rule == "q_learning":
+        return next_q_values.max(axis=1)  # eq. 6.8
     if update_rule == "sarsa":
-        return next_q[rows, next_action]  # eq. 6.7
+        return next_q_values[rows, next_action]  # eq. 6.7
     if update_rule == "expected_sarsa":
-        return (1 - epsilon) * next_q.max(axis=1) + epsilon * next_q.mean(axis=1)  # eq. 6.9
-    return judge_q[rows, next_q.argmax(axis=1)]  # double_q, eq. 6.10
+        return (1 - epsilon) * next_q_values.max(axis=1) + epsilon * next_q_values.mean(axis=1)  # eq. 6.9
+    return judge_q_values[rows, next_q_values.argmax(axis=1)]  # double, eq. 6.10
 
 
-def update(values, index, target, learning_rate):
-    """Moves values[index] towards the targets (B,), in place: values + learning_rate (target - values).
+def update_table(q_values, index, td_target, alpha):
+    """Q(S, A) <- Q(S, A) + alpha (y - Q(S, A)) in place, for B pairs (S, A) at index (B,) of a flat table.
 
-    Where an index is there k times, that would forget all targets but one. It moves as far as in k updates
-    in a row, towards the mean of its targets: 1 - (1 - learning_rate)^k of the way.
+    Adding up the changes of k equal pairs would overshoot, and writing one over the other would forget all
+    but one. Such a pair moves 1 - (1 - alpha)^k of the way to the mean of its targets.
     """
-    index, group, count = np.unique(index, return_inverse=True, return_counts=True)
-    mean_target = np.bincount(group, weights=target) / count
-    values[index] += (1 - (1 - learning_rate) ** count) * (mean_target - values[index])
+    same = index[:, None] == index  # (B, B)
+    k = same.sum(axis=1)
+    mean_target = same @ td_target / k
+    q_values[index] += (1 - (1 - alpha) ** k) * (mean_target - q_values[index])  # equal pairs write the same
+
+
+def epsilon_after(episodes, args):
+    """Share of random actions after so many finished episodes, all environments together."""
+    return max(args.epsilon_min, args.epsilon_start * args.epsilon_decay**episodes)
 
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
-    set_up(args)
-    if args.learning_rate > 1:
-        raise UsageError(f"--learning-rate is {args.learning_rate}; above 1 values overshoot their targets")
-    if args.epsilon_min > args.epsilon_start:
-        raise UsageError(f"--epsilon-min {args.epsilon_min} is above --epsilon-start {args.epsilon_start}")
-    args = replace(args, total_timesteps=round_up(args.total_timesteps, args.num_envs))
-    envs, obs, info = start_segment(args, env_steps=0)
-    if is_image(envs.single_observation_space):
-        raise UsageError(f"q_learning.py keeps a table, and {args.env_id} shows images: try dqn.py or ppo.py")
-    actions = envs.single_action_space
-    if not isinstance(actions, Discrete):
-        raise UsageError(f"q_learning.py needs Discrete actions; {args.env_id} has {actions}: try ppo.py")
-    # make_envs makes vectors of all observations; the grid has to know what they were.
-    grid = Grid(gym.make(args.env_id, **json.loads(args.env_kwargs)).observation_space, args)
-    agent = QTable(grid, int(actions.n), args)
-    greedy = lambda obs, info: agent.greedy(grid(obs))
-    run = Run(args, agent, log_every=args.log_every)
-    while run.proceed(greedy):
-        if run.new_segment:
+    device = set_up(args)
+    envs, obs, info = start_segment(args)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
+    run = Run(args, args.num_envs, agent=agent)
+    if args.evaluate:
+        return run.evaluate()
+    if args.init_from:
+        agent.episodes.zero_()  # explores anew
+    rewards = []  # since the last row
+    while True:
+        # Pause: score, save, end, or go on from what was saved
+        if run.due(args.eval_every) and not run.signal:
+            run.evaluate()
+        if run.due(args.checkpoint_every * args.num_envs):
+            run.checkpoint()
+        if run.finished:
+            return run.close(envs)
+        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
             envs, obs, info = start_segment(args, run.env_steps, envs)
-            state = grid(obs)
-            action = agent.act(state)
-        fraction_left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
-        learning_rate = args.learning_rate * fraction_left
+            state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
+            rewards = []
 
-        # Step. The next action is that of the policy in the true successor, also where an episode ends there.
-        next_obs, reward, terminated, truncated, info = envs.step(action)
+        # Step. A' is drawn in the true successor, also where the episode was cut there.
+        alpha = args.learning_rate
+        if args.anneal_lr:
+            alpha *= 1 - run.env_steps / args.total_timesteps
+        next_obs, reward, terminated, truncated, next_info = envs.step(action)
         done = terminated | truncated
         run.count(reward, done)
-        run.check_finite(observation=next_obs, reward=reward)
-        next_state = grid(next_obs)
-        next_action = agent.act(next_state)
+        rewards.append(reward.mean())
+        next_state, next_action = agent.grid(next_obs), agent.act(next_obs, next_info, greedy=False)
 
-        # Learn. Of two tables, a coin says for each transition which one learns; the other one judges.
-        table = np.random.randint(len(agent.q_values), size=args.num_envs)
-        judge = len(agent.q_values) - 1 - table
-        next_q, judge_q = agent.q_values[table, next_state], agent.q_values[judge, next_state]
-        value = next_value(args.update_rule, next_q, judge_q, next_action, agent.epsilon)
+        # Update. Of two tables, a coin says for each transition which one learns; the other one judges.
+        q_values = agent.q_values.numpy()  # the same memory; NumPy is faster on small arrays
+        epsilon = epsilon_after(agent.episodes.item(), args)
+        table = np.random.randint(len(q_values), size=args.num_envs)
+        judge = len(q_values) - 1 - table
+        next_q_values, judge_q_values = q_values[table, next_state], q_values[judge, next_state]
+        value = next_value(args.update_rule, next_q_values, judge_q_values, next_action, epsilon)
         td_target = reward + args.gamma * (1 - terminated) * value
-        q_value = agent.q_values[table, state, action]
-        index = np.ravel_multi_index((table, state, action), agent.q_values.shape)
-        update(agent.q_values.reshape(-1), index, td_target, learning_rate)
+        q_value = q_values[table, state, action]
+        index = np.ravel_multi_index((table, state, action), q_values.shape)
+        update_table(q_values.reshape(-1), index, td_target, alpha)
 
-        # Go on; a new episode starts with an action of its own.
+        # Go on with A', or in a new episode with an action of its own
+        obs, info = reset_done(envs, info, next_obs, next_info, done)
         state, action = next_state, next_action
         if done.any():
-            agent.epsilon = max(args.epsilon_min, agent.epsilon * args.epsilon_decay ** int(done.sum()))
-            obs, info = reset_done(envs, next_obs, info, done)
-            state = grid(obs)
-            action = np.where(done, agent.act(state), action)
+            agent.episodes += int(done.sum())
+            state, action = agent.grid(obs), np.where(done, agent.act(obs, info, greedy=False), action)
 
         # Log
-        metrics = {"loss/td_error": np.abs(td_target - q_value).mean()}
-        metrics |= {"q/mean": q_value.mean(), "q/max": q_value.max()}
-        metrics |= {"reward/mean": reward.mean(), "reward/max": reward.max()}
-        metrics |= {"schedule/learning_rate": learning_rate, "schedule/epsilon": agent.epsilon}
-        run.log({name: float(number) for name, number in metrics.items()})
-    envs.close()
-    return run.close()
+        if run.due(args.log_every):
+            run.log({
+                "loss/td_error": np.abs(td_target - q_value).mean(),
+                "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": td_target.mean(),
+                "reward/mean": np.mean(rewards), "schedule/epsilon": epsilon, "schedule/learning_rate": alpha,
+            })  # fmt: skip
+            rewards = []
 
 
-# ------------------------------------------------------------------------------------ numbers of the states
+# --------------------------------------------------------------------------------------------------- tables
 class Grid:
-    """Numbers the states from 0, row by row as in an array of the shape `sizes`.
+    """Numbers the states from 0, row by row as in an array of the shape sizes.
 
     A Box has grid_size cells of equal width in each dimension, between its bounds; what lies outside belongs
     to the nearest cell. A Discrete observation, and each part of a MultiDiscrete or a Tuple of Discrete, is a
-    dimension with a cell per value; it arrives one-hot, as (0, 0, 1, 0) for the third of four.
+    dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0) for the third of four.
     """
 
     def __init__(self, space: gym.Space, args: Args):
-        if isinstance(space, Box):
+        self.is_box, parts = isinstance(space, Box), space if isinstance(space, Tuple) else [space]
+        if self.is_box:
             self.low, self.high, self.sizes = box_bounds(space, args)
-            digits = [[1]] * len(self.sizes)
-            self.cells_per_unit, self.last_cell = self.sizes / (self.high - self.low), self.sizes - 1
+        elif isinstance(space, MultiDiscrete):
+            self.sizes = space.nvec.ravel()
+        elif all(isinstance(part, Discrete) for part in parts):
+            self.sizes = np.array([part.n for part in parts])
         else:
-            self.sizes = discrete_sizes(space, args)
-            self.low, self.high = np.zeros(1), np.ones(1)
-            digits = [range(n) for n in self.sizes]  # what each entry of a one-hot vector stands for
-            self.cells_per_unit, self.last_cell = 1.0, 1.0
+            known = "Box, Discrete, MultiDiscrete and Tuples of Discrete"
+            raise UsageError(f"q_learning.py knows {known}; {args.env_id} observes {space}: try dqn.py")
         self.num_states = math.prod(self.sizes.tolist())
         if self.num_states > 10_000_000:
             many = f"{args.env_id} has more than 10 million states"
             raise UsageError(f"{many} with this --grid-size: lower it, or try dqn.py, which needs no table")
         strides = self.num_states // np.cumprod(self.sizes)  # states between neighbours, per dimension
-        self.weight = np.concatenate([s * np.float64(d) for s, d in zip(strides, digits, strict=True)])
+        one_hot = [stride * np.arange(n) for stride, n in zip(strides, self.sizes, strict=True)]
+        self.weight = strides if self.is_box else np.concatenate(one_hot)
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
         """Observations (B, D) to the numbers of their states (B,)."""
-        cell = np.floor((obs - self.low) * self.cells_per_unit).clip(0, self.last_cell)
-        return (cell @ self.weight).astype(np.int64)
+        if self.is_box:
+            obs = np.floor((obs - self.low) * (self.sizes / (self.high - self.low))).clip(0, self.sizes - 1)
+        return (obs @ self.weight).astype(np.int64)
 
 
 def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lower ends, upper ends and number of cells of a grid over the Box, (D,) each."""
-    low, high = np.ravel(args.obs_low or space.low), np.ravel(args.obs_high or space.high)
+    low, high = np.float64(args.obs_low or space.low.ravel()), np.float64(args.obs_high or space.high.ravel())
     sizes = np.array(args.grid_size * space.low.size if len(args.grid_size) == 1 else args.grid_size)
     for flag, numbers in {"--obs-low": low, "--obs-high": high, "--grid-size": sizes}.items():
         if len(numbers) != space.low.size:
             have = f"{args.env_id} has {space.low.size} dimensions"
             raise UsageError(f"{flag} has {len(numbers)} numbers, but {have}")
-    low, high = np.float64(low), np.float64(high)
     if not (np.isfinite(high - low) & (low < high)).all():
         where = f"from {low.tolist()} to {high.tolist()}"
         raise UsageError(f"no grid {where}: give --obs-low and --obs-high, finite and in this order")
     return low, high, sizes
 
 
-def discrete_sizes(space: gym.Space, args: Args) -> np.ndarray:
-    """How many values each part of the observation has, (number of parts,)."""
-    if isinstance(space, MultiDiscrete):
-        return space.nvec.ravel()
-    parts = space if isinstance(space, Tuple) else [space]
-    if not all(isinstance(part, Discrete) for part in parts):
-        known = "Box, Discrete, MultiDiscrete and Tuples of Discrete"
-        raise UsageError(f"q_learning.py knows {known}; {args.env_id} observes {space}: try dqn.py")
-    return np.array([part.n for part in parts])
+class Agent(nn.Module):
+    """The values Q(s, a) of all states and actions, and the policies that follow from them."""
+
+    def __init__(self, obs_space, action_space, args, device):
+        super().__init__()
+        if not isinstance(action_space, Discrete):
+            have = f"{args.env_id} has {action_space}"
+            raise UsageError(f"q_learning.py needs Discrete actions; {have}: try ppo.py")
+        self.args = args
+        # obs_space has vectors of all observations; the grid has to know what they were
+        self.grid = Grid(gym.make(args.env_id, **args.env_kwargs).observation_space, args)
+        shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
+        self.register_buffer("q_values", torch.full(shape, args.initial_value, dtype=torch.float64))
+        self.register_buffer("episodes", torch.tensor(0))  # that are finished
+
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs,) in a vector environment: the first of the best; if not greedy, some random."""
+        q_values = self.q_values.numpy()[:, self.grid(obs)].sum(axis=0)  # two tables vote together
+        random_action = np.random.randint(q_values.shape[1], size=len(obs))
+        epsilon = 0.0 if greedy else epsilon_after(self.episodes.item(), self.args)
+        explore = np.random.random(len(obs)) < epsilon
+        return np.where(explore, random_action, q_values.argmax(axis=1))
+
+    def get_extra_state(self):
+        """What the numbers of the states mean. It is saved, and a table is not loaded into another grid."""
+        bounds = [self.grid.low, self.grid.high] if self.grid.is_box else []
+        return torch.tensor(np.stack([self.grid.sizes, *bounds]))
+
+    def set_extra_state(self, state):
+        if not torch.equal(state, self.get_extra_state()):
+            raise ValueError("its table has another grid")
+
+
+# Own sweeps, results in benchmark/results.
+TUNED = {
+    "FrozenLake-v1": dict(total_timesteps=200_000, num_envs=64),
+    # it has no time limit, and a greedy policy may walk in circles
+    "CliffWalking-v1": dict(total_timesteps=50_000, num_envs=8, env_kwargs={"max_episode_steps": 200},
+                            learning_rate=0.5, epsilon_start=0.1),
+    "Taxi-v4": dict(total_timesteps=300_000, num_envs=16, learning_rate=0.5, epsilon_decay=0.999),
+    "MountainCar-v0": dict(total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0,
+                           epsilon_start=0.1, epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,),
+                           eval_every=50_000),
+    "CartPole-v1": dict(learning_rate=0.2, epsilon_start=0.5, epsilon_decay=0.999,
+                        grid_size=(3, 3, 12, 12), obs_low=(-2.4, -3.0, -0.21, -3.0),
+                        obs_high=(2.4, 3.0, 0.21, 3.0), eval_every=50_000),
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------ utilities, the same text in every script
@@ -294,204 +294,108 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
-def run_folder(path: str) -> Path:
-    """The run folder that path is or lies in."""
-    for folder in (Path(path), *Path(path).parents):
-        if (folder / "args.json").is_file():
-            return folder
-    raise UsageError(f"{path} is no run: give a folder with args.json, as runs/CartPole-v1/ppo/1-20270131")
-
-
-def env_family(env_id: str) -> str:
-    """classic, toy_text, box2d, mujoco or atari for environments of Gymnasium and ale-py; else empty."""
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
     entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
-    family = re.match(r"gymnasium\.envs\.(classic|toy_text|box2d|mujoco)", entry)
-    return "atari" if env_id.startswith("ALE/") else family[1] if family else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
 
 
 def parse_args(argv: list[str] | None = None) -> Args:
-    """Command line > the run of --resume or --evaluate > TUNED[env id] > TUNED[family] > Args."""
+    """Command line > the run of --resume or --evaluate > make_args."""
     argv = sys.argv[1:] if argv is None else argv
-    words = [word for arg in argv for word in (arg.split("=", 1) if arg.startswith("--") else [arg])]
-    early = {flag.replace("_", "-"): value for flag, value in zip(words, words[1:], strict=False)}
-    if run := early.get("--resume") or early.get("--evaluate"):
-        saved = run_folder(run) / "args.json"
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
         try:
-            defaults = json.loads(saved.read_text()) | {"resume": "", "evaluate": ""}
-            defaults = Args(**{name: tuple(v) if isinstance(v, list) else v for name, v in defaults.items()})
-        except (TypeError, json.JSONDecodeError) as error:
-            raise UsageError(f"{saved} is not of this script: {error}") from None
-    else:
-        env_id = early.get("--env-id", Args.env_id)
-        defaults = Args(**TUNED.get(env_family(env_id), {}) | TUNED.get(env_id, {}))
-    message = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(message):
-            summary = __doc__.partition("\n\n")[0]
-            args = tyro.cli(Args, args=argv, default=defaults, description=summary)
-    except SystemExit as stop:
-        if not stop.code:  # --help
-            raise
-        text = message.getvalue().partition("For full helptext")[0]
-        raise UsageError(" ".join(re.sub(r"[─-╿]|Parsing error", " ", text).split())) from None
-    with contextlib.suppress(TypeError, ValueError):  # of what is no JSON object make_envs tells
-        args.env_kwargs = json.dumps(json.loads(defaults.env_kwargs) | json.loads(args.env_kwargs))
-    return args
+            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def set_up(args) -> torch.device:
-    """Checks the arguments, sets the threads of torch and picks the device."""
-    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
-                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
-                log_every noise_steps"""
-    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
-                per_alpha per_beta_start backtrack_ratio"""
-    signed = "stop_return target_entropy obs_low obs_high"
-    for name, value in vars(args).items():
-        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
-        high = 1 if name in shares.split() else math.inf
-        if name == "hidden_sizes" and not value:
-            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
-    if args.resume and args.evaluate:
-        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
-    if args.stop_return is not None and not args.eval_every:
-        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
-    if args.track != "none" and not importlib.util.find_spec(args.track):
-        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
-    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
-        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
-    if not found[device]:
-        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
-    return torch.device(device)
+    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the type, or the types inside it
+            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
+                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
+                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                    raise UsageError(f"{value}: must be from {low} to {high}")
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"
+        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+    set_seed(args.seed)
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    try:
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
+    return device
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
 
 
 def is_image(space: gym.Space) -> bool:
-    """Boxes of 2 or 3 dimensions, but for those with a side too short to convolve."""
-    if not isinstance(space, Box) or len(space.shape) not in (2, 3):
-        return False
-    return min(space.shape[:2] if channels_last(space) else space.shape[-2:]) >= 5
-
-
-def channels_last(space: Box) -> bool:
-    """Images (H, W, C), not (C, H, W) or (H, W)."""
-    return len(space.shape) == 3 and space.shape[-1] == min(space.shape)
-
-
-def has_image(space: gym.Space) -> bool:
-    """Whether it is one or has one anywhere inside."""
-    parts = space.values() if isinstance(space, Dict) else space if isinstance(space, Tuple) else ()
-    return is_image(space) or any(map(has_image, parts))
+    return space.dtype == np.uint8 and len(space.shape or ()) == 3
 
 
 def standardize(env: gym.Env) -> gym.Env:
-    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
-    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
-    name, space, actions = env.spec.id, env.observation_space, env.action_space
-    if has_image(space) and not is_image(space):
-        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
-    if isinstance(space, Text) or not space.is_np_flattenable:
-        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
-    if not is_image(space):
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype not in (np.float32, np.float64):
-            env = gym.wrappers.DtypeObservation(env, np.float32)
-    elif len(space.shape) == 2 or channels_last(space):
-        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
-        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
-        env = gym.wrappers.TransformObservation(env, turn, turned)
-    if isinstance(actions, Discrete) and actions.start == 0 and actions.dtype == np.int64:
-        return env
-    if isinstance(actions, Box):
-        whole, wide = actions.dtype.kind in "iu", np.result_type(actions.dtype, np.float32)
-        low, high = actions.low.ravel().astype(wide), actions.high.ravel().astype(wide)
-        bounded = np.isfinite(low) & np.isfinite(high)
-        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
-        center, scale = (left + right) / 2, (right - left) / 2
-        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
-        cut = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
-        convert = (lambda a: np.rint(cut(a))) if whole else cut
-    elif isinstance(actions, (Discrete, MultiDiscrete)):
-        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
-        convert = lambda a: a + np.ravel(actions.start)
+    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
+    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
+    space, actions = env.observation_space, env.action_space
+    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
+    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+        env = gym.wrappers.FlattenObservation(env)
+    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+        env = gym.wrappers.DtypeObservation(env, np.float32)
+    if isinstance(actions, Box) and actions.dtype.kind == "f":
+        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
+        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
+        env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
     elif isinstance(actions, MultiBinary):
-        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
-    else:
-        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
-    to_env = lambda a: convert(a).reshape(actions.shape).astype(actions.dtype, copy=False)
-    return gym.wrappers.TransformAction(env, to_env, unit)
-
-
-MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, OSError, AssertionError
+        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
+    elif not isinstance(actions, (Discrete, MultiDiscrete)):
+        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+    elif np.any(actions.start):
+        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
+        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
+    return env
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    atari = args.env_id.startswith("ALE/")
+    kwargs = {**args.env_kwargs, **kwargs}
 
-    def make_env() -> gym.Env:
-        if multiprocessing.parent_process():  # in a worker of async_envs: the parent decides when to stop
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN)
+    def make_env():
+        if args.async_envs:  # in its process: the parent decides when to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))
 
     try:
-        extra = json.loads(args.env_kwargs)
-        if not isinstance(extra, dict):
-            raise TypeError('--env-kwargs must be a JSON object such as {"gravity": 9.8}')
-        if args.max_episode_steps and atari:  # ale-py counts frames
-            kwargs["max_num_frames_per_episode"] = extra.get("frameskip", 4) * args.max_episode_steps
-        elif args.max_episode_steps:
-            kwargs["max_episode_steps"] = args.max_episode_steps
-        kwargs |= extra
-        if atari:
-            if not extra.get("grayscale", True) or extra.get("continuous"):
-                raise TypeError("of Atari games only grayscale images and discrete actions are learned from")
+        if args.env_id.startswith("ALE/"):
             gym.register_envs(importlib.import_module("ale_py"))
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", reward_clipping=False, **kwargs)
-        if os.getcwd() not in sys.path:  # so that module:Env-v0 finds a module where the user is
-            sys.path.append(os.getcwd())
+            kwargs = {"reward_clipping": False, **kwargs}
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
+        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        envs = vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-        if args.async_envs:  # a run that ends early must not leave its workers to complain
-            atexit.register(envs.close)
-        return envs
-    except UsageError:
-        raise
-    except MAKE_ERRORS as error:
-        what = f"--env-id {args.env_id} --env-kwargs '{args.env_kwargs}'"
-        raise UsageError(f"cannot make {what}: {' '.join(str(error).split()) or repr(error)}") from None
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
 
 
-def round_up(total_timesteps: int, chunk: int) -> int:
-    """Whole chunks of environment steps; says so if there is a difference."""
-    rounded = math.ceil(total_timesteps / chunk) * chunk
-    if rounded != total_timesteps:
-        print(f"total_timesteps {total_timesteps} is rounded up to {rounded}, whole rollouts of {chunk}")
-    return rounded
-
-
-def reset_done(envs, next_obs: np.ndarray, info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if not done.any():
-        return next_obs, info
-    obs, reset_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in info:
-        new_mask = reset_info.get("action_mask", np.ones_like(info["action_mask"]))  # no mask: all are legal
-        reset_info["action_mask"] = np.where(done[:, None], new_mask, info["action_mask"])
-    return obs, reset_info
-
-
-def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
     """New environments, and everything random seeded from (seed, env_steps).
 
     A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
@@ -499,405 +403,283 @@ def start_segment(args, env_steps: int, old_envs=None) -> tuple[gym.vector.Vecto
     """
     if old_envs is not None:
         old_envs.close()
-        atexit.unregister(old_envs.close)
     seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    for set_seed in (random.seed, np.random.seed, torch.manual_seed):
-        set_seed(seed)
+    set_seed(seed)
     envs = make_envs(args, args.num_envs)
     envs.action_space.seed(seed)
     return envs, *envs.reset(seed=seed)
 
 
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]
-LOAD_ERRORS = (
-    OSError, EOFError, LookupError, RuntimeError, TypeError, ValueError, UnpicklingError, zipfile.BadZipFile,
-)  # fmt: skip
-EVALUATION_SEED = 10_000_000
+def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    for given in (info, next_info):  # a mask from some environments only would be 0 for the others
+        if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
+            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
+    if not done.any():
+        return next_obs, next_info
+    obs, new_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in new_info:
+        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
+        new_info["_action_mask"] |= ~done
+    return obs, new_info
 
 
-class Film:
-    """Frames of the first environment of an evaluation, for an mp4 (VP9: browsers play it) and a window."""
+def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
 
-    def __init__(self, args, path: Path | None):
-        self.args, self.path, self.writer, self.twin = args, path, None, None
-        if args.env_id.startswith("ALE/"):  # cannot render as a vector: a twin in colour plays the same game
-            self.twin = make_envs(args, 1, grayscale=False, img_height=210, img_width=160, stack_num=1)
-
-    def shoot(self, envs, actions: np.ndarray | None = None) -> None:
-        """Takes the frame after actions; without them, that of the reset."""
-        if self.twin is None:
-            frame, fps = None, envs.metadata.get("render_fps") or 30
-            with contextlib.suppress(NotImplementedError):  # of gym.Env.render, where nobody wrote another
-                frame = envs.envs[0].render()
-            if not isinstance(frame, np.ndarray) or (frame.dtype, frame.ndim) != (np.uint8, 3):
-                raise UsageError(f"{self.args.env_id} cannot be filmed: it renders no bytes (H, W, 3)")
-        else:
-            start = actions is None
-            obs = (self.twin.reset(seed=EVALUATION_SEED) if start else self.twin.step(actions[:1]))[0]
-            frame, fps = obs[0, 0], 15
-        frame = np.ascontiguousarray(frame[..., ::-1])  # OpenCV wants blue first
-        if self.path and self.writer is None:
-            self.path.parent.mkdir(exist_ok=True)
-            codec, part = cv2.VideoWriter_fourcc(*"vp09"), str(self.path.with_suffix(".part.mp4"))
-            self.writer = cv2.VideoWriter(part, codec, fps, frame.shape[1::-1])
-        if self.writer:
-            self.writer.write(frame)
-        if self.args.render:
-            cv2.imshow(self.args.env_id, frame)
-            cv2.waitKey(max(1, round(1000 / fps)))  # 0 would wait for a key
-
-    def close(self) -> None:
-        if self.writer:
-            self.writer.release()
-            self.path.with_suffix(".part.mp4").replace(self.path)
-        if self.twin:
-            self.twin.close()
-
-
-def evaluate(args, policy, video: Path | None = None, stopped=lambda: False) -> dict[str, np.ndarray] | None:
-    """Plays eval_episodes episodes, the same at every call, in its own environments; training is untouched.
-
-    policy maps (obs, info) to actions. Every environment plays one episode, so short ones are not favoured.
-    Returns returns, discounted, lengths, terminated and success, (eval_episodes,) each, or None if stopped.
+    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
+    untouched: own environments, own random numbers.
     """
-    n, random_states = args.eval_episodes, (random.getstate(), np.random.get_state())
-    film = Film(args, video) if video or args.render else None
-    render = {"render_mode": "rgb_array"} if film and film.twin is None else {}
-    envs = make_envs(replace(args, async_envs=False), n, **render)
-    scores = {name: np.zeros(n) for name in ("returns", "discounted", "lengths", "terminated", "success")}
+    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
+    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
+    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
-    obs, info = envs.reset(seed=EVALUATION_SEED)
-    if film:
-        film.shoot(envs)
-    while playing.any() and not stopped():
-        actions = policy(obs, info).reshape(envs.action_space.shape)
-        obs, reward, terminated, truncated, info = envs.step(actions)
-        if film and playing[0]:
-            film.shoot(envs, actions)
-        scores["returns"] += reward * playing
-        scores["discounted"] += args.gamma**t * reward * playing
-        scores["lengths"] += playing
-        scores["terminated"] += terminated & playing
-        success = np.asarray(info.get("is_success", info.get("success", np.zeros(n))), dtype=bool)
-        scores["success"] = np.maximum(scores["success"], success & playing)
-        playing &= ~(terminated | truncated)
-        obs, info = reset_done(envs, obs, info, terminated | truncated)
-        t += 1
-    envs.close()
-    if film:
-        film.close()
-    random.setstate(random_states[0])
-    np.random.set_state(random_states[1])
-    return None if playing.any() else scores
+    agent.eval()
+    with torch.random.fork_rng():
+        set_seed(args.eval_seed)
+        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        envs = make_envs(replace(args, async_envs=False), n, **render)
+        obs, info = envs.reset(seed=args.eval_seed)
+        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            if show and playing[0]:
+                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
+                if not isinstance(frame, np.ndarray):
+                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
+                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
+                if film and not writer:  # VP9: browsers play it
+                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
+                    writer = cv2.VideoWriter(str(film), codec, fps, size)
+                if film:
+                    writer.write(frame)
+                if args.render:
+                    cv2.imshow(args.env_id, frame)
+                    cv2.waitKey(round(1000 / fps))
+            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            playing &= ~(terminated | truncated)
+            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            t += 1
+        envs.close()
+    agent.train()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
+    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
+    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+
+
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+def load_policy(path: str | Path):
+    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+    state = load(path)
+    args = Args(**state["args"])
+    envs = make_envs(args, 1)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    return agent.eval().act
 
 
 class Run:
-    """The folder of a run: counters, log, evaluations, checkpoints. `while run.proceed(policy)` trains.
+    """The folder of a run: its counters, log, evaluations and checkpoints.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
+    objects with state_dict and load_state_dict; agent is what plays.
     """
 
-    # The row that is not yet in the log is in the checkpoint of its step: none is lost and none doubled.
-    SAVED = "env_steps seconds best logged_at evaluated_at saved_at row episodes".split()
-
-    def __init__(self, args, agent, log_every: int = 1, **parts):
-        self.args, self.agent, self.parts = args, agent, {"agent": agent, "run": self, **parts}
-        self.log_every, self.next_stop = log_every, 0  # environment steps: between rows, of the next pause
-        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.logged_at = self.evaluated_at = self.saved_at = -1  # env_steps of the last row, evaluation, save
-        self.row, self.episodes = {}, []  # since the last row; an episode is [env_steps, return, length]
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs, dtype=int)
-        self.recent, self.returns, self.signal, self.started = deque(maxlen=100), None, None, False
-        self.kept = "no checkpoint yet"
-        limit = args.max_episode_steps or gym.spec(args.env_id.split(":")[-1]).max_episode_steps
-        if not limit and env_family(args.env_id) != "atari":
-            what = "evaluations wait for their episodes to end; --max-episode-steps sets a limit"
-            print(f"{args.env_id} has no time limit: {what}")
-        if args.capture_video or args.render:  # one frame: what cannot be filmed is refused before training
-            with tempfile.TemporaryDirectory() as folder:
-                film = Path(folder) / "0.mp4"
-                evaluate(replace(args, eval_episodes=1, render=False), None, film, stopped=lambda: True)
-        if args.resume or args.evaluate:
-            self.folder = run_folder(args.resume or args.evaluate)
-            self.load(Path(args.evaluate) if args.evaluate.endswith(".pt") else self.folder / "checkpoint.pt")
+    def __init__(self, args, chunk: int, **parts):
+        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
+        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
+        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
+        script = Path(sys.modules[train.__module__].__file__)
+        env = args.env_id.replace("/", "-").replace(":", "-")
+        name = f"runs/{env}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or name)
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
         if not args.evaluate:
-            self.open_log(Path(sys.modules[train.__module__].__file__))
+            self.open(script)
 
-    def open_log(self, script: Path) -> None:
-        args = self.args
-        if not args.resume:
-            name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-            env = re.sub("[/:]", "-", args.env_id)
-            self.folder = Path(args.run_dir or f"runs/{env}/{script.stem}/{name}")
+    def load(self, path: Path) -> None:
+        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+        for name in self.parts if whole else ["agent"]:
+            part = self.parts[name]
+            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
+                state[name]["param_groups"] = part.state_dict()["param_groups"]
             try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                if any(self.folder.iterdir()):
-                    raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
-                shutil.copy(script, self.folder)
-            except OSError as error:
-                raise UsageError(f"cannot write to --run-dir {self.folder}: {error}") from None
-        ask = dict(cwd=script.parent, capture_output=True, text=True)
-        has_git = shutil.which("git")
-        git = lambda *words: subprocess.run(["git", *words], **ask).stdout.strip() if has_git else ""
-        environment = {
-            "command": sys.argv, "python": platform.python_version(), "platform": platform.platform(),
-            "torch": torch.__version__, "gymnasium": gym.__version__, "numpy": np.__version__,
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
-            "git_commit": git("rev-parse", "HEAD"), "git_dirty": bool(git("status", "--porcelain")),
-        }  # fmt: skip
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.logged_at + 1 if args.resume else None)
-        for name, values in {"args": asdict(args), "environment": environment}.items():
-            (self.folder / f"{name}.json").write_text(json.dumps(values, indent=2))
-            text = "\n".join(f"    {key}: {value}" for key, value in values.items())
-            self.writer.add_text(name, text, self.env_steps)
-        self.table, self.rows, self.columns = self.folder / "progress.csv", [], []
-        if args.resume and self.table.exists():
-            with self.table.open(newline="") as file:  # what came after the checkpoint is done again
-                self.rows = [row for row in csv.DictReader(file) if int(row["step"]) <= self.logged_at]
-            self.write_table()
-        self.tracker = importlib.import_module(args.track) if args.track != "none" else None
-        if self.tracker:  # wandb and trackio share this interface
-            identity = {"id": self.folder.name} if args.track == "wandb" else {}
-            self.tracker.init(
-                project="plainrl", name=self.folder.name, config=asdict(args), resume="allow", **identity
-            )
-        total, hide = args.total_timesteps, not sys.stderr.isatty()
-        self.bar = tqdm(total=total, initial=self.env_steps, unit=" steps", disable=hide, dynamic_ncols=True)
-        self.started_at = self.row_time = self.print_time = time.perf_counter()
-        self.handlers = {}
-        if threading.current_thread() is threading.main_thread():
-            self.handlers = {number: signal.signal(number, self.catch) for number in STOP_SIGNALS}
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError) as error:
+                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.evaluate or not self.args.run_dir:
+            self.folder = path if path.is_dir() else path.parent
+
+    def open(self, script: Path) -> None:
+        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        args = self.args
+        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.resume and args.run_dir:  # a branch begins with a copy
+            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
+                shutil.copy(old / name, self.folder)
+        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = "git describe --always --dirty"
+        git = subprocess.run(
+            git, shell=True, cwd=script.parent, capture_output=True, text=True
+        ).stdout.strip()
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
+            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
+            shutil.copy(script, self.folder / name)
+        if args.track == "wandb":
+            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
+            importlib.import_module("wandb").init(project="plainrl", **options)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        self.started_at = time.perf_counter() - self.seconds
+        print(f"run folder: {self.folder}")
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def catch(self, number: int, frame) -> None:
-        """SIGINT, SIGTERM, SIGUSR1: save and stop at the next safe point; a second SIGINT stops at once."""
-        if self.signal and number == signal.SIGINT:
+        """Stops at the next pause; a second signal stops at once."""
+        if self.signal:
             os._exit(128 + number)
         self.signal = number
 
-    def state_dict(self) -> dict:
-        return {name: getattr(self, name) for name in self.SAVED}
+    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Counts one step of every environment; reward is as the environment gave it."""
+        self.env_steps += len(reward)
+        self.episode_return += reward
+        self.episode_length += 1
+        for i in np.flatnonzero(done):
+            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
+            self.episode_return[i] = self.episode_length[i] = 0
 
-    def load_state_dict(self, state: dict) -> None:
-        vars(self).update(state)
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.signal > 0
 
-    def save(self, path: Path, **parts) -> bool:
-        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
-        part = path.with_suffix(".part")
-        try:
-            path.parent.mkdir(exist_ok=True)
-            with part.open("wb") as file:
-                torch.save({name: value.state_dict() for name, value in parts.items()}, file)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(path)
-            return True
-        except (OSError, RuntimeError) as error:  # torch reports a full disk as RuntimeError
-            print(f"warning: {path} was not saved, training goes on: {error}", file=sys.stderr)
-            part.unlink(missing_ok=True)
-            return False
+    def due(self, every: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        return now and self.saved_at < self.env_steps
 
-    def checkpoint(self) -> None:
-        """Saves all that the run depends on, if it is sound, after what it takes for written."""
-        state = self.agent.state_dict().items()
-        self.check_finite(**{name: x.cpu().numpy() for name, x in state if isinstance(x, torch.Tensor)})
-        self.tensorboard(SummaryWriter.flush, again=True)
-        now = time.perf_counter()
-        self.seconds, self.started_at = self.seconds + now - self.started_at, now
-        self.saved_at = self.env_steps
-        if self.save(self.folder / "checkpoint.pt", **self.parts):
-            self.kept = f"the checkpoint of step {self.env_steps}"
-
-    def tensorboard(self, write, again: bool = False) -> None:
-        """Calls write(writer). A full disk ends the writer's thread; again begins another file after that."""
-        try:
-            if again and not self.writer:
-                self.writer = SummaryWriter(str(self.folder))
-            if self.writer:
-                write(self.writer)
-        except OSError as error:
-            print(f"warning: TensorBoard's log has a gap, training goes on: {error}", file=sys.stderr)
-            self.writer = None
-
-    def load(self, path: Path) -> None:
-        try:
-            if damaged := zipfile.ZipFile(path).testzip():  # torch.load does not look at the check sums
-                raise ValueError(f"{damaged} is damaged")
-            play = bool(self.args.evaluate)  # the agent alone, without reading the rest
-            state = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
-            if not play and state.keys() != self.parts.keys():
-                raise ValueError("the parts of its training are others: keep the flags of the run")
-            for name in ["agent"] if play else state:
-                part = self.parts[name]
-                options = [dict(group, params=None) for group in getattr(part, "param_groups", ())]
-                part.load_state_dict(state[name])
-                for group, option in zip(getattr(part, "param_groups", ()), options, strict=True):
-                    group.update(option, params=group["params"])  # the command line wins
-            self.kept = f"the checkpoint of step {self.env_steps}"
-        except LOAD_ERRORS as error:
-            raise UsageError(f"cannot load {path}: {' '.join(str(error).split())[:200]}") from None
-
-    def count(self, reward: np.ndarray, done: np.ndarray, playing: np.ndarray | bool = True) -> None:
-        """Counts a step of every environment that is playing; reward is as the environment gave it."""
-        self.env_steps += len(reward) if playing is True else int(playing.sum())
-        self.episode_return += reward * playing
-        self.episode_length += playing
-        for i in np.flatnonzero(done & playing):
-            self.episodes.append([self.env_steps, float(self.episode_return[i]), int(self.episode_length[i])])
-            self.recent.append(self.episodes[-1][1])
-            self.episode_return[i], self.episode_length[i] = 0, 0
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, film = self.args, None
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
+            film.parent.mkdir(exist_ok=True)
+        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
+        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
+        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
+        if args.evaluate or self.signal:
+            return returns
+        self.returns = returns.tolist()
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=self.parts["agent"])
+        return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Adds metrics to the row that is written next. Tensors are read only then, all in one transfer."""
-        self.row |= metrics
-
-    def check_finite(self, **values) -> None:
-        """Stops the run before a NaN or an infinity reaches a checkpoint."""
-        for name, value in values.items():
-            if not np.isfinite(value).all():
-                where = f"{self.folder} has {self.kept}"
-                raise FloatingPointError(f"{name} is not finite at step {self.env_steps}: stopped; {where}")
-
-    def evaluate(self, policy) -> None:
-        """Scores the policy; keeps it in models/, and in best.pt if its mean return is the best so far."""
-        name = f"{Path(self.args.evaluate).stem}-{time.time():.0f}" if self.args.evaluate else self.env_steps
-        video = self.folder / "videos" / f"{name}.mp4" if self.args.capture_video else None
-        scores = evaluate(self.args, policy, video, lambda: self.signal)
-        if scores is None:
-            return
-        self.evaluated_at, self.returns = self.env_steps, scores["returns"]
-        for name in ("mean", "std", "min", "max"):
-            self.row[f"eval/return_{name}"] = float(getattr(self.returns, name)())
-        self.row["eval/episodes"] = len(self.returns)
-        self.row["eval/discounted_return_mean"] = float(scores["discounted"].mean())
-        self.row["eval/length_mean"] = float(scores["lengths"].mean())
-        self.row["eval/termination_rate"] = float(scores["terminated"].mean())
-        self.row["eval/success_rate"] = float(scores["success"].mean())
-        if not self.args.evaluate:
-            self.save(self.folder / "models" / f"{self.env_steps}.pt", agent=self.agent)
-            if self.returns.mean() > self.best:
-                self.best = float(self.returns.mean())
-                self.save(self.folder / "best.pt", agent=self.agent)
-
-    def proceed(self, policy) -> bool:
-        """Between two updates: evaluates, saves and logs when due. Says whether the training goes on."""
-        args = self.args
-        if args.evaluate:
-            self.evaluate(policy)
-            for episode, return_ in enumerate(self.returns, start=1):
-                print(f"episode {episode} return {return_:.1f}")
-            mean, std, low, high = (getattr(self.returns, name)() for name in ("mean", "std", "min", "max"))
-            over = f"over {len(self.returns)} episodes"
-            print(f"return mean {mean:.5g} std {std:.5g} min {low:.5g} max {high:.5g} {over}")
-            return False
-        if self.started and not self.signal and self.env_steps < self.next_stop:
-            self.new_segment = False
-            return True
-        tensors = {name: value for name, value in self.row.items() if isinstance(value, torch.Tensor)}
-        values = torch.stack(list(tensors.values())).tolist() if tensors else []
-        self.row |= dict(zip(tensors, values, strict=True))
-        due = lambda every, last: every and self.env_steps // every > last // every
-        if self.started:
-            steps, seconds = self.env_steps - max(self.logged_at, 0), time.perf_counter() - self.row_time
-            self.row["speed/steps_per_second"] = steps / seconds
-        self.check_finite(**self.row)
-        reached = lambda: args.stop_return is not None and self.best >= args.stop_return
-        finished = self.env_steps >= args.total_timesteps or reached()
-        if not self.signal and (due(args.eval_every, self.evaluated_at) or finished):
-            try:
-                self.evaluate(policy)
-            except Exception:  # of the environment; the training until here is kept
-                if self.started:
-                    self.checkpoint()
-                raise
-            finished = finished or reached()
-        stop = self.signal  # read once: one that comes from here on waits for the next call
-        save = finished or stop or due(args.checkpoint_every, self.saved_at)
-        save = save and self.env_steps > self.saved_at
-        if save:
-            self.checkpoint()
-        self.new_segment, self.started = save or not self.started, True
-        if self.new_segment:
-            self.episode_return[:], self.episode_length[:] = 0, 0
-        self.write_row()
-        if stop:
-            go_on = shlex.join(["python", sys.argv[0], "--resume", str(self.folder)])
-            what = f"{signal.Signals(stop).name}: stopped at step {self.env_steps}"
-            print(f"{what}; {self.folder} has {self.kept}; to go on: {go_on}", file=sys.stderr)
-            self.close()
-            raise SystemExit(128 + stop)
-        self.row_time = time.perf_counter()
-        intervals = filter(None, (self.log_every, args.eval_every, args.checkpoint_every))
-        pauses = [every * (self.env_steps // every + 1) for every in intervals]
-        self.next_stop = min(args.total_timesteps, *pauses)
-        return not finished
-
-    def write_row(self) -> None:
-        """Writes what was logged since the last row to progress.csv, TensorBoard and the tracker."""
-        if not self.row or self.env_steps == self.logged_at:
-            return
-        step, now = self.env_steps, time.perf_counter()
+        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
         if self.episodes:
-            self.row["train/episode_return"] = float(np.mean([return_ for _, return_, _ in self.episodes]))
-            self.row["train/episode_length"] = float(np.mean([length for _, _, length in self.episodes]))
-        row = {"step": step, "wall_time": round(self.seconds + now - self.started_at, 3), **self.row}
-        self.rows.append(row)
-        try:
-            if set(row) <= set(self.columns):
-                with self.table.open("a", newline="") as file:
-                    csv.DictWriter(file, self.columns).writerow(row)
-            else:
-                self.write_table()
-        except OSError as error:  # a full disk; the next row writes the whole table anew
-            print(f"warning: {self.table} was not written, training goes on: {error}", file=sys.stderr)
-            self.columns = []
-        scalars = {name: value for name, value in self.row.items() if not name.startswith("train/")}
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.seconds = time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
 
-        def write(writer):
-            writer.file_writer.add_summary(Summary(value=values), step)  # one event for all
-            for ended_at, return_, length in self.episodes:  # one point per episode
-                writer.add_scalar("train/episode_return", return_, ended_at)
-                writer.add_scalar("train/episode_length", length, ended_at)
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
 
-        self.tensorboard(write)
-        if self.tracker:
-            self.tracker.log(self.row, step=step)
-        text = f"return {np.mean(self.recent):.1f}" if self.recent else "no episode yet"
-        text += f" evaluation {self.returns.mean():.1f}" if self.returns is not None else ""
-        self.bar.set_postfix_str(text, refresh=False)
-        self.bar.update(step - self.bar.n)
-        if self.bar.disable and ("eval/return_mean" in self.row or now - self.print_time > 10):
-            speed = self.row.get("speed/steps_per_second", 0)
-            print(f"step {step}/{self.args.total_timesteps} {speed:.0f} steps/s {text}", flush=True)
-            self.print_time = now
-        self.row, self.episodes, self.logged_at = {}, [], step
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
 
-    def write_table(self) -> None:
-        """Writes progress.csv anew: its header has every column seen so far."""
-        self.columns = list(dict.fromkeys(name for row in self.rows for name in row))
-        part = self.table.with_suffix(".part")
-        with part.open("w", newline="") as file:
-            table = csv.DictWriter(file, self.columns)
-            table.writeheader()
-            table.writerows(self.rows)
-        part.replace(self.table)
+    def checkpoint(self) -> None:
+        """Saves all that what follows depends on; episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.episode_return[:] = self.episode_length[:] = 0
 
-    def close(self) -> np.ndarray:
+    def close(self, envs) -> np.ndarray:
         """Returns the returns of the last evaluation, one per episode."""
-        if not self.args.evaluate:
-            self.tensorboard(SummaryWriter.close)
-            self.bar.close()
-            if self.tracker:
-                self.tracker.finish()
-            for number, handler in self.handlers.items():
-                signal.signal(number, handler)
-        return self.returns
+        envs.close()
+        self.writer.close()
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.signal:
+            go_on = f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
+            sys.exit(128 + self.signal)
+        return np.array(self.returns)
 
 
 def main() -> None:
     try:
         train(parse_args())
-    except (UsageError, FloatingPointError) as error:
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
 

@@ -582,13 +582,13 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             gym.register_envs(importlib.import_module("ale_py"))
-            kwargs = {"repeat_action_probability": 0.25, "reward_clipping": False} | kwargs  # sticky actions
+            kwargs = {"reward_clipping": False, **kwargs}
             return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
         sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
         return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "unexpected keyword" not in str(error):
+        if isinstance(error, TypeError) and "argument" not in str(error):
             raise  # a bug of the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
 
@@ -612,7 +612,7 @@ def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) ->
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
     for given in (info, next_info):  # a mask from some environments only would be 0 for the others
         if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
-            raise UsageError(f"{envs.spec.id}: give info['action_mask'] in all steps and resets, or in none")
+            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
     if not done.any():
         return next_obs, next_info
     obs, new_info = envs.reset(options={"reset_mask": done})

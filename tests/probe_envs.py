@@ -4,10 +4,12 @@ They count on nothing but their arguments and the seed of their first reset, so 
 """
 
 import os
+import random
 import signal
 
 import gymnasium as gym
 import numpy as np
+import torch
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
 
 EVALUATION_SEEDS = range(10_000_000, 10_001_000)  # evaluations reset with these, rollouts with other seeds
@@ -146,31 +148,6 @@ class Masked(Probe):
         return self.observe(), reward, False, self.t == 8, {"action_mask": self.mask()}
 
 
-class Freedom(Probe):
-    """Two actions. At even times 0 pays 0.1 and leaves only itself for the next time, 1 leaves both."""
-
-    def __init__(self, render_mode: str | None = None):
-        super().__init__(render_mode=render_mode)
-        self.free = 1
-
-    def info(self) -> dict:
-        return {"action_mask": np.array([1, self.free], dtype=np.int8)}
-
-    def observe(self):
-        return np.array([self.t % 2, self.free, 0, 0], dtype=np.float32)
-
-    def reset(self, *, seed=None, options=None):
-        self.free = 1
-        obs, _ = super().reset(seed=seed)
-        return obs, self.info()
-
-    def step(self, action):
-        chooses = self.t % 2 == 0
-        self.free = int(action) if chooses else 1
-        self.t += 1
-        return self.observe(), 0.1 * (chooses and action == 0), False, self.t == 8, self.info()
-
-
 def spaces_observations() -> dict[str, gym.Space]:
     byte = dict(low=0, high=255, dtype=np.uint8)
     pose = {"position": Box(-1, 1, (3,), np.float32), "mode": Discrete(2)}
@@ -264,7 +241,7 @@ class Walk(Probe):
     """A noisy walk; pays for staying near 0, terminates beyond +-edge, is truncated after length steps.
 
     signal is sent to this process, `times` times, at step number `after` of the rollouts ("rollout") or of
-    the evaluations ("evaluation") that this process has played since Walk.forget().
+    the evaluations ("evaluation") that this process has played since forget().
     """
 
     count = {"rollout": 0, "evaluation": 0}
@@ -277,10 +254,6 @@ class Walk(Probe):
         self.length, self.edge = length, edge
         self.discrete_obs, self.x = discrete_obs, 0.0
         self.observation_space = Discrete(30) if discrete_obs else Box(-10, 10, (2,), np.float32)
-
-    @staticmethod
-    def forget() -> None:
-        Walk.count = {"rollout": 0, "evaluation": 0}
 
     def reset(self, *, seed=None, options=None):
         self.x = 0.0
@@ -320,6 +293,55 @@ class LQ(gym.Env):
         return np.array([self.x], dtype=np.float32), reward, False, self.t == 5, {}
 
 
-for entry in (Boundary, Ones, Boxes, Masked, Freedom, Spaces, Broken, Success, Walk, LQ):
+class Sometimes(Masked):
+    """Gives a mask at reset only, or in steps only."""
+
+    def __init__(self, at_reset: bool = True, render_mode: str | None = None):
+        super().__init__(render_mode=render_mode)
+        self.at_reset = at_reset
+
+    def reset(self, *, seed=None, options=None):
+        obs, info = super().reset(seed=seed)
+        return obs, info if self.at_reset else {}
+
+    def step(self, action):
+        obs, reward, terminated, truncated, info = super().step(np.flatnonzero(self.mask())[0])
+        return obs, reward, terminated, truncated, {} if self.at_reset else info
+
+
+class Greedy(Walk):
+    """Draws from the global random states of NumPy and torch in evaluations."""
+
+    def step(self, action):
+        if self.evaluates:
+            np.random.random(3), torch.rand(3), random.random()
+        return super().step(action)
+
+
+class Raises(Probe):
+    """A bug: step raises KeyError."""
+
+    def step(self, action):
+        return {}["a bug of the user"]
+
+
+class Endless(Probe):
+    """Never ends by itself and has no time limit."""
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, False, False, {}
+
+
+def forget() -> None:
+    """All counts and lists of this process are empty again."""
+    Walk.count = {"rollout": 0, "evaluation": 0}
+    Broken.steps = 0
+    for log in (Boundary.steps, Boxes.actions, Spaces.actions):
+        log.clear()
+
+
+PROBES = Boundary, Ones, Boxes, Masked, Spaces, Broken, Success, Walk, LQ, Sometimes, Greedy, Raises, Endless
+for entry in PROBES:
     name = {"Boxes": "Box"}.get(entry.__name__, entry.__name__)
     gym.register(f"{name}-v0", entry_point=entry, disable_env_checker=True)

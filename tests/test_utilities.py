@@ -1,0 +1,490 @@
+"""The utilities, which are one text in every script, on ppo.py."""
+
+import errno
+import json
+import os
+import random
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import cv2
+import numpy as np
+import probe_envs
+import pytest
+import torch
+from conftest import call_main, checkpoint, equal, flags, fork, parts, progress, tiny, wait
+from gymnasium.spaces import Box
+
+CPU = torch.device("cpu")
+
+
+def fails(ppo, capsys, *argv) -> str:
+    """The one line with which a mistake of the user ends, before anything was made."""
+    before = set(os.listdir("."))
+    assert call_main(ppo, *argv) == 2
+    err = capsys.readouterr().err.strip()
+    assert "Traceback" not in err and set(os.listdir(".")) == before
+    return err
+
+
+# ---------------------------------------------------------------------------------------------- command line
+def test_arguments_come_from_the_command_line_then_tuned_then_family(ppo, monkeypatch):
+    monkeypatch.setitem(ppo.TUNED, "mujoco", dict(gamma=0.5, num_envs=3, num_steps=7))
+    monkeypatch.setitem(ppo.TUNED, "Hopper-v5", dict(num_envs=5, num_steps=9))
+    args = ppo.parse_args(["--env-id", "Hopper-v5", "--num-steps", "11"])
+    assert (args.gamma, args.num_envs, args.num_steps) == (0.5, 5, 11)
+    assert args.clip_coef == ppo.Args.clip_coef
+    assert vars(ppo.make_args("Hopper-v5", num_steps=11)) == vars(args)
+
+
+def test_a_name_without_version_means_the_latest(ppo):
+    assert ppo.make_args("CartPole").env_id == "CartPole-v1"
+    args = ppo.parse_args(["--env-id", "CartPole"])
+    assert args.env_id == "CartPole-v1" and args.num_envs == ppo.TUNED["CartPole-v1"]["num_envs"]
+
+
+@pytest.mark.parametrize(
+    "flag, value",
+    [("num-envs", 0), ("gamma", 1.5), ("gamma", "nan"), ("hidden-sizes", -3), ("critic-lr", -1)],
+)
+def test_a_number_out_of_range_is_refused(ppo, capsys, flag, value):
+    assert f"--{flag}" in fails(ppo, capsys, f"--{flag}", value)
+
+
+def test_only_fields_with_a_range_have_one(ppo):
+    assert ppo.set_up(replace(tiny(ppo), entropy_coef=-0.5, log_std_init=-3.0)) == CPU
+
+
+@pytest.mark.parametrize(
+    "words, what",
+    [
+        (["--env-id", "CartPol-v1"], "Did you mean: `CartPole`"),
+        (["--env-id", "no_such_module:X-v0"], "no_such_module"),
+        (["--env-kwargs", '{"nope": 1}'], "nope"),
+        (["--device", "cuda:7"], "cuda:7"),
+        (["--device", "gpu"], "gpu"),
+        (["--num-minibatches", "7"], "--num-minibatches"),
+        (["--resume", "nowhere"], "nowhere"),
+        (["--evaluate", "nowhere.pt"], "nowhere.pt"),
+        (["--env-id", "probe_envs:Spaces-v0", "--env-kwargs", '{"action": "dict"}'], "Dict"),
+        (["--env-id", "probe_envs:Spaces-v0", "--env-kwargs", '{"action": "int8"}'], "int8"),
+    ],
+)
+def test_a_mistake_ends_in_one_line_before_anything_is_made(ppo, capsys, words, what):
+    err = fails(ppo, capsys, *words)
+    assert what in err and len(err.splitlines()) == 1
+
+
+def test_a_word_that_is_no_flag_ends_with_code_2(ppo, capsys):
+    for words in (["--nope", "1"], ["--env-kwargs", "{a"], ["--num-envs", "many"]):
+        assert call_main(ppo, *words) == 2
+        assert words[0] in capsys.readouterr().err
+
+
+def test_a_damaged_checkpoint_and_one_of_another_script_are_refused(ppo, capsys):
+    ppo.train(tiny(ppo))
+    whole = Path("run/checkpoint.pt").read_bytes()
+    Path("cut.pt").write_bytes(whole[:1000])
+    assert "cut.pt" in fails(ppo, capsys, "--resume", "cut.pt")
+    state = checkpoint()
+    state["args"]["of_another"] = 1
+    torch.save(state, "other.pt")
+    assert "not of this script" in fails(ppo, capsys, "--resume", "other.pt")
+    assert "does not fit" in fails(ppo, capsys, "--resume", "run", "--hidden-sizes", "9")
+
+
+def test_weights_only_are_refused_by_resume_and_taken_by_init_from(ppo, capsys):
+    ppo.train(tiny(ppo))
+    err = fails(ppo, capsys, "--resume", "run/best.pt")
+    assert "--init-from" in err and "best.pt" in err
+    weights = checkpoint("run", "checkpoint.pt")["agent"]
+    long = replace(tiny(ppo, "new"), init_from="run/checkpoint.pt", total_timesteps=64, learning_rate=0.0)
+    ppo.train(replace(long, normalize_obs=True))
+    learned = [name for name, _ in ppo.load_policy("new").__self__.named_parameters()]
+    assert all(torch.equal(checkpoint("new")["agent"][name], weights[name]) for name in learned)
+    assert progress("new")[0]["step"] == 0
+
+
+# ---------------------------------------------------------------------------------------------- environments
+OBSERVATIONS = (
+    "vector float64 ram matrix thin cards discrete discrete_start multi_discrete multi_binary tuple dict"
+)
+IMAGES = {"hwc": (3, 40, 40), "chw": (3, 40, 40), "small": (4, 10, 10)}
+
+
+@pytest.mark.parametrize("name", [*OBSERVATIONS.split(), *IMAGES])
+def test_observations_become_vectors_or_images(ppo, name):
+    args = tiny(ppo, env_id="probe_envs:Spaces-v0", env_kwargs={"obs": name})
+    envs = ppo.make_envs(args, 2)
+    obs, _ = envs.reset(seed=1)
+    space = envs.single_observation_space
+    assert obs.shape == (2, *space.shape)
+    if name in IMAGES:
+        assert space.shape == IMAGES[name] and obs.dtype == np.uint8
+    else:
+        assert len(space.shape) == 1 and obs.dtype.kind == "f"
+    agent = ppo.Agent(space, envs.single_action_space, args, CPU)
+    assert agent.act(obs, {}).shape == (2,)
+
+
+ACTIONS = [name for name in probe_envs.spaces_actions() if name not in ("dict", "text") and "int" not in name]
+
+
+@pytest.mark.parametrize("name", ACTIONS)
+def test_every_action_that_arrives_is_legal(ppo, name):
+    args = tiny(ppo, env_id="probe_envs:Spaces-v0", env_kwargs={"action": name}, log_std_init=2.0)
+    ppo.train(args)  # the environment checks each action
+    seen = np.array([np.ravel(action) for action in probe_envs.Spaces.actions])
+    space = probe_envs.spaces_actions()[name]
+    if isinstance(space, Box) and space.is_bounded():  # bounds are reached in each dimension
+        assert np.allclose(seen.min(0), space.low.ravel()) and np.allclose(seen.max(0), space.high.ravel())
+    elif not isinstance(space, Box):
+        assert all(len(set(column)) > 1 for column in seen.T)
+
+
+def test_a_stretched_action_is_minus_one_to_one(ppo):
+    envs = ppo.make_envs(tiny(ppo, env_id="probe_envs:Box-v0", env_kwargs={}), 1)
+    envs.reset(seed=0)
+    for action, sent in (([-1, -1], [-1, -2]), ([1, 1], [3, 2]), ([0, 0.5], [1, 1]), ([5, -7], [3, -2])):
+        envs.step(np.array([action], dtype=np.float32))
+        assert np.allclose(probe_envs.Boxes.actions[-1], sent, atol=1e-6)
+
+
+def test_atari_has_sticky_actions_unless_told_otherwise(ppo):
+    args, games = ppo.make_args("ALE/Pong-v5"), []
+    for kwargs in ({}, {"repeat_action_probability": 0.25}, {"repeat_action_probability": 0.0}):
+        envs = ppo.make_envs(replace(args, env_kwargs=kwargs), 2)
+        envs.reset(seed=3)
+        actions = np.random.default_rng(0).integers(0, 6, (60, 2))
+        games.append([envs.step(action)[0] for action in actions][-1])
+    assert np.array_equal(games[0], games[1]) and not np.array_equal(games[0], games[2])
+
+
+@pytest.mark.parametrize("async_envs", [False, True])
+def test_reset_done_starts_only_what_ended_and_keeps_the_true_successor(ppo, async_envs):
+    args = tiny(ppo, env_id="probe_envs:Boundary-v0", env_kwargs={}, async_envs=async_envs)
+    envs = ppo.make_envs(args, 3)
+    obs, info = envs.reset(seed=100)
+    for _ in range(30):
+        next_obs, _, terminated, truncated, next_info = envs.step(np.zeros(3, dtype=int))
+        done = terminated | truncated
+        assert (next_obs[:, 3] == terminated + 2 * truncated).all()
+        assert (next_obs[:, 1] == obs[:, 1]).all() and (next_obs[:, 2] == obs[:, 2] + 1).all()
+        obs, info = ppo.reset_done(envs, info, next_obs, next_info, done)
+        assert (obs[done, 2] == 0).all() and (obs[~done] == next_obs[~done]).all()
+    envs.close()
+
+
+def test_masks_survive_the_reset_of_a_neighbour(ppo):
+    args = tiny(ppo, env_id="probe_envs:Masked-v0", env_kwargs={}, total_timesteps=640)
+    ppo.train(args)  # an illegal action raises
+    assert ppo.evaluate(args, ppo.load_policy("run").__self__)[0].shape == (2,)
+
+
+@pytest.mark.parametrize("at_reset", [True, False])
+def test_a_mask_that_is_given_only_sometimes_is_refused(ppo, capsys, at_reset):
+    args = tiny(ppo, env_id="probe_envs:Sometimes-v0", env_kwargs={"at_reset": at_reset})
+    assert call_main(ppo, *flags(args)) == 2
+    assert "action_mask" in capsys.readouterr().err
+
+
+def test_an_environment_that_never_ends_trains_and_is_evaluated(ppo):
+    args = tiny(ppo, env_id="probe_envs:Endless-v0", env_kwargs={}, eval_max_steps=50)
+    assert (ppo.train(args) == 50).all()
+
+
+def test_to_tensor_gives_float32(ppo):
+    for array in (np.zeros(3), np.zeros(3, dtype=bool), np.zeros(3, dtype=np.float32)):
+        assert ppo.to_tensor(array, CPU).dtype == torch.float32
+    assert ppo.to_tensor(np.zeros(3, dtype=np.uint8), CPU).dtype == torch.uint8
+    assert ppo.to_tensor(np.zeros(3, dtype=np.int64), CPU).dtype == torch.int64
+
+
+def test_a_segment_depends_on_seed_and_step_alone(ppo):
+    args, draws = tiny(ppo), []
+    for env_steps, seed in ((64, 1), (64, 1), (128, 1), (64, 2)):
+        np.random.random(7), torch.rand(7), random.random()
+        envs, obs, _ = ppo.start_segment(replace(args, seed=seed), env_steps)
+        actions = [envs.action_space.sample().tolist() for _ in range(8)]
+        draws.append([obs.tolist(), np.random.random(), random.random(), torch.rand(1).item(), actions])
+        envs.close()
+    assert draws[0] == draws[1]
+    for other in draws[2:]:
+        assert all(a != b for a, b in zip(draws[0][1:], other[1:], strict=True))
+
+
+# ----------------------------------------------------------------------------------------------- normalizers
+def test_running_statistics_are_those_of_all_that_was_seen(ppo):
+    norm, x = ppo.RunningNorm((3,)), torch.randn(1000, 3) * torch.tensor([1.0, 5.0, 0.1]) + 7
+    for part in x.split([1, 10, 489, 500]):
+        norm.update(part)
+    assert torch.allclose(norm.mean, x.double().mean(0)) and torch.allclose(
+        norm.var, x.double().var(0, correction=0)
+    )
+    assert torch.allclose(norm(x).mean(0), torch.zeros(3), atol=1e-4) and norm(x).dtype == torch.float32
+    assert norm(torch.full((1, 3), 1e9)).max() == 10
+
+
+def test_running_statistics_do_not_freeze(ppo):
+    norm = ppo.RunningNorm(())
+    norm.count += 3e8
+    norm.mean += 1000.0
+    for _ in range(1000):
+        norm.update(torch.full((1000,), 1003.0))
+    assert norm.mean.item() == pytest.approx(1000 + 3 * 1e6 / (3e8 + 1e6), abs=1e-6)
+
+
+def test_rewards_are_divided_by_the_deviation_of_their_discounted_sums(ppo):
+    torch.manual_seed(0)
+    reward, done = torch.randn(50, 2), (torch.rand(50, 2) < 0.1).float()
+    norm, sums, running = ppo.RewardNorm(0.9), [], torch.zeros(2)
+    halves = [norm(reward[:20], done[:20]), norm(reward[20:], done[20:])]
+    for r, d in zip(reward, done, strict=True):
+        running = r + 0.9 * running
+        sums.append(running)
+        running = running * (1 - d)
+    std = torch.stack(sums).double().std(correction=0)
+    assert torch.allclose(norm.var.sqrt(), std, atol=1e-5)
+    assert torch.allclose(halves[1], (reward[20:] / std).float().clamp(-10, 10), atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ optimizers
+def test_gradients_are_clipped_by_their_joint_norm(ppo):
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    optimizer = ppo.make_adam([([a], 0.1), ([b], 0.2)], CPU)
+    a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    norms = ppo.clip_gradients(optimizer, 1.0)
+    assert [float(norm) for norm in norms] == pytest.approx([3, 4])
+    assert torch.allclose(a.grad, torch.tensor([0.6, 0])) and torch.allclose(b.grad, torch.tensor([0, 0.8]))
+    ppo.clip_gradients(optimizer, float("inf"))
+    assert torch.allclose(a.grad, torch.tensor([0.6, 0.0]))
+    assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.2])
+
+
+def test_learning_rates_fall_to_zero(ppo):
+    ppo.train(tiny(ppo, anneal_lr=True, learning_rate=0.1, checkpoint_every=0))
+    rates = [row["schedule/learning_rate"] for row in progress() if "schedule/learning_rate" in row]
+    assert rates == pytest.approx([0.1 * (1 - i / 6) for i in range(6)])
+
+
+def test_the_command_line_wins_over_the_optimizer_in_a_checkpoint(ppo):
+    ppo.train(tiny(ppo, learning_rate=0.1, anneal_lr=False, adam_eps=1e-3))
+    words = ["--resume", "run", "--learning-rate", "0.02", "--adam-eps", "0.5", "--total-timesteps", "512"]
+    ppo.train(ppo.parse_args(words))
+    rates = [row["schedule/learning_rate"] for row in progress() if "schedule/learning_rate" in row]
+    assert rates[-1] == pytest.approx(0.02) and rates[0] == pytest.approx(0.1)
+    group = checkpoint()["optimizer"]["param_groups"][0]
+    assert group["eps"] == 0.5 and float(group["lr"]) == pytest.approx(0.02)
+
+
+# ------------------------------------------------------------------------------------------------ evaluation
+def test_statistics_of_an_evaluation_are_right(ppo):
+    args = tiny(ppo, env_id="probe_envs:Success-v0", env_kwargs={}, eval_episodes=5, gamma=0.5)
+    ppo.train(replace(args, total_timesteps=64))
+    returns, metrics = ppo.evaluate(args, ppo.load_policy("run").__self__)
+    assert returns.tolist() == [0.5] * 5
+    # is_success where the seed is even: eval_seed, eval_seed + 2, ...
+    assert metrics["eval/success_rate"] == pytest.approx(3 / 5) and metrics["eval/termination_rate"] == 1
+    ones = replace(args, env_id="probe_envs:Ones-v0")
+    returns, metrics = ppo.evaluate(ones, ppo.load_policy("run").__self__)
+    assert returns.tolist() == [10] * 5 and metrics["eval/length_mean"] == 10
+    assert metrics["eval/discounted_return_mean"] == pytest.approx(sum(0.5**t for t in range(10)))
+    assert metrics["eval/termination_rate"] == 0 and metrics["eval/return_std"] == 0
+
+
+def test_evaluations_are_the_same_each_time_and_sampled_if_asked(ppo):
+    args = tiny(ppo, eval_episodes=4)
+    ppo.train(args)
+    agent = ppo.load_policy("run").__self__
+    first, again = (ppo.evaluate(args, agent)[0].tolist() for _ in range(2))
+    other = ppo.evaluate(replace(args, eval_seed=5), agent)[0].tolist()
+    drawn = [ppo.evaluate(replace(args, sample_actions=True), agent)[0].tolist() for _ in range(2)]
+    assert first == again and first != other and drawn[0] == drawn[1] != first
+
+
+def test_evaluating_changes_nothing_of_the_training(ppo):
+    for folder, every, env in (("a", 0, "Greedy"), ("b", 64, "Greedy"), ("c", 64, "Walk")):
+        args = tiny(ppo, folder, env_id=f"probe_envs:{env}-v0", eval_every=every, sample_actions=True)
+        ppo.train(args)
+    assert equal(parts("a")["agent"], parts("b")["agent"]) and equal(parts("b")["agent"], parts("c")["agent"])
+    frozen = checkpoint("b")["agent"]["obs_norm.count"]
+    assert frozen == checkpoint("a")["agent"]["obs_norm.count"] == 384
+
+
+def test_the_interval_between_checkpoints_never_shapes_the_data(ppo):
+    args = ppo.make_args("CartPole-v1", num_envs=256, num_steps=8, num_minibatches=1, update_epochs=1)
+    assert args.checkpoint_every * args.num_envs > 500 * args.num_envs  # whole episodes fit between two
+    args = tiny(ppo, env_id="probe_envs:Ones-v0", env_kwargs={}, num_envs=16, num_steps=8, num_minibatches=2)
+    ppo.train(replace(args, checkpoint_every=16, total_timesteps=16 * 64, run_dir="short"))
+    lengths = [row["train/episode_length"] for row in progress("short") if "train/episode_length" in row]
+    assert lengths and set(lengths) == {10.0}
+
+
+# ----------------------------------------------------------------------------------------------------- films
+def frames(path):
+    film, found = cv2.VideoCapture(str(path)), []
+    while (shot := film.read())[0]:
+        found.append(shot[1])
+    return found
+
+
+def test_a_film_has_a_frame_for_each_step_of_the_first_episode(ppo):
+    args = tiny(ppo, env_id="probe_envs:Ones-v0", env_kwargs={}, capture_video=True, total_timesteps=64)
+    ppo.train(args)
+    assert sorted(os.listdir("run/videos")) == ["0.mp4", "64.mp4"]
+    shots = frames("run/videos/64.mp4")
+    assert len(shots) == 10 and shots[0].shape == (48, 64, 3)
+    assert np.diff([shot.mean() for shot in shots]).min() > 5  # grey rises by 10 with each step
+    assert call_main(ppo, "--evaluate", "run", "--eval-seed", "4", "--capture-video") == 0
+    assert "64-seed4.mp4" in os.listdir("run/videos")
+
+
+def test_a_film_of_atari_has_colours(ppo):
+    args = ppo.make_args("ALE/Pong-v5", eval_episodes=2, eval_max_steps=30, device="cpu")
+    envs = ppo.make_envs(args, 1)
+    agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args, CPU)
+    ppo.evaluate(args, agent, Path("pong.mp4"))
+    shots = frames("pong.mp4")
+    assert len(shots) == 30 and shots[0].shape == (210, 160, 3)
+    blue, green, red = shots[-1].astype(int).mean((0, 1))
+    assert red > green > blue + 20  # the brown field
+
+
+def test_what_cannot_be_filmed_is_refused_before_training(ppo, capsys):
+    args = tiny(ppo, env_id="probe_envs:LQ-v0", env_kwargs={}, capture_video=True)
+    with pytest.raises(ppo.UsageError):
+        ppo.train(args)
+    assert not Path("run/checkpoint.pt").exists()
+
+
+# --------------------------------------------------------------------------------------------------- the run
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_every_row_once(ppo):
+    args = tiny(ppo, "killed", total_timesteps=1280)
+    ppo.train(replace(args, run_dir="whole"))
+    for attempt in range(6):
+        words = ["--resume", "killed"] if Path("killed/checkpoint.pt").exists() else flags(args)
+        pid = fork(lambda words=words: call_main(ppo, *words))
+        time.sleep(0.15 + 0.1 * attempt)
+        os.kill(pid, signal.SIGKILL)
+        wait(pid)
+        if Path("killed/checkpoint.pt").exists():
+            checkpoint("killed")
+        elif Path("killed").exists():  # killed before its first checkpoint
+            Path("killed").rename(f"gone{attempt}")
+    words = ["--resume", "killed"] if Path("killed/checkpoint.pt").exists() else flags(args)
+    assert call_main(ppo, *words) == 0
+    assert progress("killed") == progress("whole") and equal(parts("killed"), parts("whole"))
+
+
+def test_a_second_signal_stops_at_once(ppo):
+    args = tiny(ppo, total_timesteps=10**6)
+    args.env_kwargs |= dict(signal="SIGINT", after=100, times=2)
+    assert wait(fork(lambda: ppo.train(args))) == 130
+    assert checkpoint()["run"]["env_steps"] == 0
+
+
+def test_training_in_python_gives_signals_back(ppo):
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    ppo.train(tiny(ppo))
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_full_disk_ends_the_run_in_one_line_with_the_last_checkpoint_whole(ppo, capsys, monkeypatch):
+    fsync, count = os.fsync, []
+
+    def full(fd):
+        count.append(fd)
+        if len(count) > 8:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        fsync(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    assert call_main(ppo, *flags(tiny(ppo))) == 1
+    err = capsys.readouterr().err
+    assert "No space left" in err and "Traceback" not in err
+    assert 0 < checkpoint()["run"]["env_steps"] < 384
+    monkeypatch.setattr(os, "fsync", fsync)
+    ppo.train(ppo.parse_args(["--resume", "run"]))
+
+
+def test_other_errors_of_the_system_keep_their_traceback(ppo, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(errno.EIO, "I/O error")))
+    with pytest.raises(OSError, match="I/O error"):
+        call_main(ppo, *flags(tiny(ppo)))
+
+
+def test_a_run_is_not_overwritten_and_a_branch_leaves_it_alone(ppo, capsys):
+    ppo.train(tiny(ppo))
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    assert "not empty" in fails(ppo, capsys, *flags(tiny(ppo)))
+    assert call_main(ppo, "--resume", "run", "--run-dir", "new", "--total-timesteps", "640") == 0
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert progress("new")[: len(progress("run"))] == progress("run")
+    assert progress("new")[-1]["step"] == 640 and Path("new/best.pt").exists()
+    assert checkpoint("new")["args"]["run_dir"] == "new"
+    assert call_main(ppo, "--resume", "new/checkpoint.pt", "--total-timesteps", "700") == 0
+    assert progress("new")[-1]["step"] == 704
+
+
+def test_each_start_is_in_environment_json_and_changed_source_lies_beside_the_old(ppo, monkeypatch):
+    ppo.train(tiny(ppo))
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "448"]))
+    assert [path.name for path in Path("run").glob("*.py")] == ["ppo.py"]
+    copy = Path("changed.py")
+    copy.write_text(Path(ppo.__file__).read_text() + "\n# changed\n")
+    monkeypatch.setattr(ppo, "__file__", str(copy))
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "512"]))
+    assert sorted(path.name for path in Path("run").glob("*.py")) == ["changed-448.py", "ppo.py"]
+    history = json.loads(Path("run/environment.json").read_text())
+    assert [entry["step"] for entry in history] == [0, 384, 448]
+    assert {"torch", "gymnasium", "numpy", "python", "git", "command", "device"} <= history[0].keys()
+    assert json.loads(Path("run/args.json").read_text())["total_timesteps"] == 512
+
+
+def test_stop_return_ends_the_training(ppo):
+    ppo.train(tiny(ppo, env_id="probe_envs:Ones-v0", env_kwargs={}, stop_return=10.0))
+    assert checkpoint()["run"]["env_steps"] == 0  # it pays 10 from the start
+
+
+def test_a_finished_run_has_nothing_left_to_do(ppo):
+    returns = ppo.train(tiny(ppo))
+    rows = progress()
+    assert ppo.train(ppo.parse_args(["--resume", "run"])).tolist() == returns.tolist()
+    assert progress() == rows
+
+
+def test_due_is_true_once_for_each_multiple(ppo):
+    run = object.__new__(ppo.Run)
+    run.args, run.signal, run.best, run.saved_at = replace(tiny(ppo), total_timesteps=10**6), 0, 0.0, -1
+    for chunk in (1, 3, 7, 64):
+        run.chunk, hits = chunk, 0
+        for run.env_steps in range(0, 1000, chunk):
+            hits += run.due(100)
+        assert hits == 10 if chunk < 100 else True
+    assert not run.due(0)
+
+
+def test_tensorboard_has_every_row(ppo):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    ppo.train(tiny(ppo))
+    events = EventAccumulator("run", size_guidance={"scalars": 0})
+    events.Reload()
+    for name in ("loss/policy", "eval/return_mean", "train/episode_return"):
+        shown = [(event.step, event.value) for event in events.Scalars(name)]
+        rows = [(row["step"], row[name]) for row in progress() if name in row]
+        assert [step for step, _ in shown] == [step for step, _ in rows]
+        assert [value for _, value in shown] == pytest.approx([value for _, value in rows], rel=1e-5)
+
+
+def test_wandb_is_one_call(ppo, monkeypatch):
+    calls = []
+    module = type(sys)("wandb")
+    module.init = lambda **options: calls.append(options)
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    ppo.train(tiny(ppo, track="wandb"))
+    (call,) = calls
+    assert call["sync_tensorboard"] and call["config"]["num_envs"] == 2 and call["id"] == "run"
