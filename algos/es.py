@@ -393,42 +393,29 @@ def has_image(space: gym.Space) -> bool:
 
 
 def standardize(env: gym.Env) -> gym.Env:
-    """Leaves few spaces to the algorithm. Observations: float vectors or images (C, H, W). Actions: Discrete
-    or MultiDiscrete from 0, or a flat Box: bounded dimensions become [-1, 1], what exceeds them is cut."""
-    name, space, actions = env.spec.id, env.observation_space, env.action_space
-    if has_image(space) and not is_image(space):
-        raise UsageError(f"{name} has an image inside a {type(space).__name__}: wrap it to observe only that")
-    if isinstance(space, Text) or not space.is_np_flattenable:
-        raise UsageError(f"{name} observes {space}, which has no fixed size: wrap it to give a Box")
-    if not is_image(space):
-        if not isinstance(space, Box) or len(space.shape) != 1:
-            env = gym.wrappers.FlattenObservation(env)
-        if env.observation_space.dtype not in (np.float32, np.float64):
-            env = gym.wrappers.DtypeObservation(env, np.float32)
-    elif len(space.shape) == 2 or channels_last(space):
-        turn = lambda x: x[None] if x.ndim == 2 else np.moveaxis(x, -1, 0)
-        turned = Box(turn(space.low), turn(space.high), dtype=space.dtype)
-        env = gym.wrappers.TransformObservation(env, turn, turned)
-    if isinstance(actions, Discrete) and actions.start == 0 and actions.dtype == np.int64:
-        return env
-    if isinstance(actions, Box):
-        whole, wide = actions.dtype.kind in "iu", np.result_type(actions.dtype, np.float32)
-        low, high = actions.low.ravel().astype(wide), actions.high.ravel().astype(wide)
-        bounded = np.isfinite(low) & np.isfinite(high)
-        left, right = np.where(bounded, low, -1), np.where(bounded, high, 1)  # the rest stays as it is
-        center, scale = (left + right) / 2, (right - left) / 2
-        unit = Box(*np.float32([np.where(bounded, -1, -np.inf), np.where(bounded, 1, np.inf)]))
-        cut = lambda a: np.minimum(np.maximum(center + scale * a, low), high)  # faster than np.clip
-        convert = (lambda a: np.rint(cut(a))) if whole else cut
-    elif isinstance(actions, (Discrete, MultiDiscrete)):
-        unit = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec.ravel())
-        convert = lambda a: a + np.ravel(actions.start)
+    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
+    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
+    space, actions = env.observation_space, env.action_space
+    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
+    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+        env = gym.wrappers.FlattenObservation(env)
+    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+        env = gym.wrappers.DtypeObservation(env, np.float32)
+    if isinstance(actions, Box) and actions.dtype.kind == "f":
+        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
+        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
+        env = gym.wrappers.RescaleAction(env, low, high)
+        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
     elif isinstance(actions, MultiBinary):
-        unit, convert = MultiDiscrete(np.full(actions.shape, 2).ravel()), lambda a: a
-    else:
-        raise UsageError(f"{name} takes {actions}: use Discrete, MultiDiscrete, MultiBinary or Box actions")
-    to_env = lambda a: convert(a).reshape(actions.shape).astype(actions.dtype, copy=False)
-    return gym.wrappers.TransformAction(env, to_env, unit)
+        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
+    elif not isinstance(actions, (Discrete, MultiDiscrete)):
+        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+    elif np.any(actions.start):
+        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
+        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
+    return env
 
 
 MAKE_ERRORS = gym.error.Error, ImportError, TypeError, ValueError, LookupError, OSError, AssertionError

@@ -116,7 +116,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     return advantage
 
 
-def policy_loss(log_prob, old_log_prob, advantage, clip_coef):
+def clipped_policy_loss(log_prob, old_log_prob, advantage, clip_coef):
     """-L_CLIP (PPO eq. 7): nothing is gained by moving the ratio more than clip_coef from 1. Inputs (B,)."""
     ratio = (log_prob - old_log_prob).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
@@ -154,7 +154,7 @@ def train(args: Args) -> np.ndarray:
         advantage = batch["advantage"]
         if args.normalize_advantage and len(advantage) > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
-        loss_policy = policy_loss(log_prob, batch["log_prob"], advantage, args.clip_coef)
+        loss_policy = clipped_policy_loss(log_prob, batch["log_prob"], advantage, args.clip_coef)
         loss_value = 0.5 * F.mse_loss(value, batch["return_"])
         loss = loss_policy + args.value_coef * loss_value
         if args.entropy_coef and args.entropy_method == "regularized":
@@ -520,7 +520,8 @@ def standardize(env: gym.Env) -> gym.Env:
     if isinstance(actions, Box) and actions.dtype.kind == "f":
         bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
         low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
+        env = gym.wrappers.RescaleAction(env, low, high)
+        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
     elif isinstance(actions, MultiBinary):
         env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
     elif not isinstance(actions, (Discrete, MultiDiscrete)):

@@ -418,7 +418,8 @@ def standardize(env: gym.Env) -> gym.Env:
     if isinstance(actions, Box) and actions.dtype.kind == "f":
         bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
         low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.ClipAction(gym.wrappers.RescaleAction(env, low, high))
+        env = gym.wrappers.RescaleAction(env, low, high)
+        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
     elif isinstance(actions, MultiBinary):
         env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
     elif not isinstance(actions, (Discrete, MultiDiscrete)):

@@ -98,11 +98,16 @@ class Boundary(Probe):
 
 
 class Ones(Probe):
-    """Pays 1 per step, never terminates, is truncated every 10 steps. Nothing to observe."""
+    """Pays 1 per step; every 10 steps it is truncated, or terminates. Nothing to observe."""
+
+    def __init__(self, pay: float = 1.0, terminates: bool = False, **kwargs):
+        super().__init__(**kwargs)
+        self.pay, self.terminates = pay, terminates
 
     def step(self, action):
         self.t += 1
-        return self.observe(), 1.0, False, self.t == 10, {}
+        end = self.t == 10
+        return self.observe(), self.pay, end and self.terminates, end and not self.terminates, {}
 
 
 class Boxes(Probe):

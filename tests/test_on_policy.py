@@ -1,0 +1,557 @@
+"""Policy gradients: reinforce, vpg, a2c, ppo and trpo, alike where they are alike."""
+
+import inspect
+import math
+
+import numpy as np
+import probe_envs
+import pytest
+import torch
+from conftest import NAMES, checkpoint, equal, load_script, progress, tiny
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from torch.distributions import Categorical, Independent, Normal, kl_divergence
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+FAMILY = [name for name in ("reinforce", "vpg", "a2c", "ppo", "trpo") if name in NAMES]
+CRITICS = [name for name in FAMILY if name != "reinforce"]
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=FAMILY)
+def family(request):
+    return load_script(request.param)
+
+
+@pytest.fixture(params=CRITICS)
+def critics(request):
+    """Those that bootstrap from a critic."""
+    return load_script(request.param)
+
+
+@pytest.fixture
+def trpo():
+    return load_script("trpo")
+
+
+def short(module, env="Walk", run_dir="run", env_kwargs=None, **changes):
+    """Arguments of one rollout of 64 steps, with a model before and after it, and nothing normalized."""
+    plain = dict(normalize_obs=False, normalize_reward=False, eval_every=10**9, checkpoint_every=0)
+    kwargs = dict(env_id=f"probe_envs:{env}-v0", env_kwargs=env_kwargs or {}, total_timesteps=1)
+    return tiny(module, run_dir, **plain | kwargs | changes)
+
+
+def updates(run_dir="run") -> list[dict]:
+    """The rows of progress.jsonl that a rollout made."""
+    return [row for row in progress(run_dir) if "reward/mean" in row]
+
+
+def watch_loss(module, monkeypatch) -> list[dict]:
+    """What the loss of the policy is called with, whatever its name and order of arguments are."""
+    calls = []
+    for name, function in list(vars(module).items()):
+        if not inspect.isfunction(function):
+            continue
+        signature = inspect.signature(function)
+        if {"log_prob", "advantage"} <= {*signature.parameters} or {"log_prob", "return_"} <= {
+            *signature.parameters
+        }:
+
+            def watch(*args, function=function, signature=signature, **kwargs):
+                given = signature.bind(*args, **kwargs).arguments
+                calls.append({n: x.detach().clone() for n, x in given.items() if torch.is_tensor(x)})
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(module, name, watch)
+    return calls
+
+
+# ------------------------------------------------------------------------------------------------ advantages
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.9, 1.0])
+def test_gae_is_the_sum_over_the_rest_of_the_episode(ppo, gae_lambda):
+    torch.manual_seed(0)
+    steps, n, gamma = 40, 3, 0.95
+    reward, value, next_value = torch.randn(3, steps, n)
+    terminated, truncated = (torch.rand(2, steps, n) < 0.1).float()
+    done = torch.maximum(terminated, truncated)
+    assert terminated.sum() > 3 < (done - terminated).sum()
+    got = ppo.compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda)
+    for i in range(n):
+        for start in range(steps):
+            total = 0.0
+            for t in range(start, steps):
+                bootstrap = 0.0 if terminated[t, i] else float(next_value[t, i])
+                error = float(reward[t, i]) + gamma * bootstrap - float(value[t, i])
+                total += (gamma * gae_lambda) ** (t - start) * error
+                if done[t, i]:
+                    break
+            assert float(got[start, i]) == pytest.approx(total, abs=1e-4)
+
+
+def test_a_time_limit_is_no_termination(critics):
+    """Pays 1 per step and never ends; a time limit cuts it every 10 steps: the value is 1 / (1 - gamma)."""
+    args = short(critics, "Ones", gamma=0.9, learning_rate=0.01, critic_lr=0.1, num_steps=8)
+    critics.train(critics.replace(args, total_timesteps=4800 if critics.__name__ == "a2c" else 1600))
+    assert np.mean([row["value/mean"] for row in updates()[-10:]]) == pytest.approx(10, abs=0.7)
+
+
+def test_advantages_are_those_of_the_true_successors(critics, monkeypatch):
+    """With a known value of [number, episode, t, end] each temporal difference of a rollout is known."""
+    value = lambda x: 5 * x[..., 1] + x[..., 2] + 50 * x[..., 3]
+
+    class Known(critics.Agent):
+        def value(self, features):
+            return value(features) + 0 * super().value(features)
+
+    monkeypatch.setattr(critics, "Agent", Known)
+    calls = watch_loss(critics, monkeypatch)
+    options = dict(gamma=0.5, gae_lambda=0.0, normalize_advantage=False, update_epochs=1, num_minibatches=1)
+    critics.train(short(critics, "Boundary", **options))
+    truth = []
+    for evaluates, number, episode, t, _, reward in probe_envs.Boundary.steps:
+        last = t == probe_envs.boundary_length(number, episode)
+        terminated = last and probe_envs.boundary_terminates(number, episode)
+        now, then = np.array([[number, episode, t - 1, 0], [number, episode, t, 2.0 * last]])
+        if not evaluates:
+            truth.append(reward + 0.5 * (1 - terminated) * value(then) - value(now))
+    assert len(truth) == 64 and sorted(calls[0]["advantage"].tolist()) == pytest.approx(sorted(truth))
+
+
+def test_a_reward_is_learned_from_as_the_options_say(critics):
+    """gamma = 0: the target of a step is its reward, which is 3 here."""
+    for folder, target, options in (
+        ("plain", 3.0, {}),
+        ("sign", 1.0, dict(clip_reward=True)),
+        ("entropy", 3 + 0.5 * math.log(2), dict(entropy_method="max", entropy_coef=0.5)),
+        ("loss", 3.0, dict(entropy_method="regularized", entropy_coef=0.5)),
+    ):
+        critics.train(short(critics, "Ones", folder, env_kwargs={"pay": 3.0}, gamma=0.0, **options))
+        (row,) = updates(folder)
+        assert row["value/target_mean"] == pytest.approx(target, abs=1e-3)
+        assert row["reward/mean"] == row["reward/max"] == 3.0  # as the environment gave it
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_advantages_are_normalized_in_each_minibatch_or_not_at_all(critics, monkeypatch, normalize):
+    calls = watch_loss(critics, monkeypatch)
+    critics.train(short(critics, normalize_advantage=normalize, update_epochs=1, learning_rate=1e-9))
+    for call in calls:
+        mean, std = call["advantage"].mean(), call["advantage"].std()
+        assert (abs(mean) < 1e-5 and abs(std - 1) < 1e-4) == normalize
+    if not normalize:  # then their mean is that of return minus value
+        row = updates()[0]
+        mean = torch.cat([call["advantage"] for call in calls]).mean()
+        assert float(mean) == pytest.approx(row["value/target_mean"] - row["value/mean"], abs=1e-4)
+
+
+# ---------------------------------------------------------------------------------------- acting and learning
+CHANGES = {
+    "layer_norm": lambda agent: setattr(
+        agent, "actor", torch.nn.Sequential(agent.actor, torch.nn.LayerNorm(16))
+    ),
+    "symlog": lambda agent: wrap(agent, "encode", lambda f, obs: f(obs.sign() * obs.abs().log1p())),
+    "tanh_mean": lambda agent: wrap(agent, "policy", lambda f, *x: torch.cat(tanh_mean(f(*x)), dim=-1)),
+    "relu": lambda agent: setattr(agent.actor, "activation", torch.nn.ReLU()),
+    "negative": lambda agent: agent.actor.register_forward_pre_hook(lambda _, x: (-x[0],)) and None,
+}
+
+
+def wrap(agent, name, change):
+    method = getattr(agent, name)
+    setattr(agent, name, lambda *args: change(method, *args))
+
+
+def tanh_mean(pi):
+    mean, log_std = pi.chunk(2, dim=-1)
+    return mean.tanh() - 0.5, log_std
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_acts_is_what_learns(family, monkeypatch, change):
+    """With hardly any noise, the density of the actions is high only where the learner has the same mean."""
+
+    class Changed(family.Agent):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.head.mean.weight.data *= 100  # so that a difference shows
+            if changed:
+                CHANGES[change](self)
+
+    monkeypatch.setattr(family, "Agent", Changed)
+    calls, actions, returns = watch_loss(family, monkeypatch), {}, {}
+    kwargs = {"actions": "box", "edge": 9.0}
+    for changed in (False, True):
+        args = short(family, env_kwargs=kwargs, run_dir=f"{changed}", hidden_sizes=(16,), log_std_init=-8.0)
+        calls.clear()
+        family.train(args)
+        z_squared = 2 * (8.0 - 0.5 * math.log(2 * math.pi) - calls[0]["log_prob"])
+        assert 0.3 < z_squared.mean() < 2.5
+        returns[changed] = [row["eval/return_mean"] for row in progress(f"{changed}") if row["step"] == 0]
+        agent = Changed(Box(-1, 1, (2,)), Box(-1, 1, (1,)), args, CPU)
+        agent.load_state_dict(checkpoint(f"{changed}", "models/0.pt")["agent"])
+        actions[changed] = agent.act(np.linspace(-1, 1, 8).reshape(4, 2), {})
+    assert returns[False] != returns[True]  # evaluations see it
+    assert np.abs(actions[False] - actions[True]).max() > 0.01
+
+
+def test_learns_from_the_action_that_was_drawn_not_the_clipped_one(family, monkeypatch):
+    drawn, act = [], family.Agent.act
+
+    def watch(agent, obs, info, greedy=True):
+        action = act(agent, obs, info, greedy)
+        if not greedy:
+            drawn.append(action)
+        return action
+
+    monkeypatch.setattr(family.Agent, "act", watch)
+    calls = watch_loss(family, monkeypatch)
+    one = dict(num_minibatches=1, num_envs=1, episodes_per_update=1)
+    family.train(short(family, "Box", log_std_init=1.0, **one))
+    action = torch.tensor(np.concatenate(drawn))
+    assert (action.abs() > 1).float().mean() > 0.3  # the environment asserts that what arrives is in bounds
+    agent = family.load_policy("run/models/0.pt").__self__
+    mean, log_std = agent.policy(agent.encode(torch.zeros(len(action), 4))).chunk(2, dim=-1)
+    truth = Normal(mean, log_std.exp()).log_prob(action).sum(-1)
+    assert torch.allclose(calls[0]["log_prob"].sort()[0], truth.sort()[0], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "env, kwargs", [("Box", {}), ("Masked", {}), ("Spaces", {"action": "multi_discrete"})]
+)
+@pytest.mark.parametrize("normalize_obs", [True, False])
+def test_the_first_ratio_is_one(critics, monkeypatch, env, kwargs, normalize_obs):
+    """Also with masks, ragged choices, and a normalizer that has moved on by the second rollout."""
+    if critics.__name__ not in ("ppo", "trpo"):
+        pytest.skip("has no ratio")
+    calls, first = watch_loss(critics, monkeypatch), []
+    run_log = critics.Run.log
+    monkeypatch.setattr(critics.Run, "log", lambda run, row: first.append(len(calls)) or run_log(run, row))
+    changes = dict(normalize_obs=normalize_obs, total_timesteps=192, learning_rate=1e-2)
+    critics.train(short(critics, env, env_kwargs=kwargs, **changes))
+    starts = [at for at in [0, *first] if at < len(calls)]
+    assert len(starts) >= 3
+    for at in starts:
+        assert torch.allclose(calls[at]["log_prob"], calls[at]["old_log_prob"], atol=1e-5)
+    if critics.__name__ == "trpo":
+        assert all(abs(row["policy/kl_before"]) < 1e-6 for row in updates())
+
+
+def test_every_parameter_learns(family):
+    for shared_trunk in [False, True]:
+        if shared_trunk and not hasattr(family.Args, "shared_trunk"):
+            continue
+        folder = f"shared_{shared_trunk}"
+        kwargs = dict(shared_trunk=shared_trunk, hidden_sizes=(16, 16), value_coef=0.5, learning_rate=1e-3)
+        family.train(short(family, run_dir=folder, env_kwargs={"actions": "box"}, **kwargs))
+        before, after = (checkpoint(folder, name)["agent"] for name in ("models/0.pt", "checkpoint.pt"))
+        assert before.keys() == after.keys() and "head.log_std" in before
+        assert [name for name in before if torch.equal(before[name], after[name])] == []
+
+
+def test_actor_and_critic_have_rates_of_their_own(critics):
+    def moved(folder, **rates):
+        critics.train(short(critics, run_dir=folder, num_minibatches=2, **rates))
+        before, after = (checkpoint(folder, name)["agent"] for name in ("models/0.pt", "checkpoint.pt"))
+        return {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
+
+    assert moved("critic", learning_rate=0.0, critic_lr=0.01, max_kl=1e-12) >= {"critic", "value_head"}
+    assert moved("actor", learning_rate=0.01, critic_lr=0.0) == {"actor", "head"}
+    if hasattr(critics.Args, "learning_rate"):
+        assert moved("critic_only", learning_rate=0.0, critic_lr=0.01) == {"critic", "value_head"}
+
+
+def test_first_weights_are_orthogonal_with_the_gains_of_the_file(ppo):
+    args = short(ppo, hidden_sizes=(8, 8))
+    for action_space in (Box(-1, 1, (3,)), Discrete(3)):
+        agent = ppo.Agent(Box(-1, 1, (4,)), action_space, args, CPU)
+        for part, gain in (
+            (agent.actor, 2**0.5),
+            (agent.critic, 2**0.5),
+            (agent.head, 0.01),
+            (agent.value_head, 1),
+        ):
+            for weight in (p for p in part.parameters() if p.dim() == 2):
+                values = torch.linalg.svdvals(weight)
+                assert torch.allclose(values, torch.full_like(values, gain), rtol=1e-4)
+        assert all((p == 0).all() for name, p in agent.named_parameters() if name.endswith("bias"))
+
+
+# ----------------------------------------------------------------------------------------------------- heads
+def test_a_gaussian_is_torchs(ppo):
+    head = ppo.GaussianHead(5, Box(-1, 1, (2, 3)), -0.7)
+    head.log_std.data += torch.randn(6)
+    pi, action = head(torch.randn(7, 5)), torch.randn(7, 2, 3)
+    mean, log_std = pi.chunk(2, dim=-1)
+    truth = Independent(Normal(mean, log_std.exp()), 1)
+    assert torch.allclose(head.log_prob(pi, action), truth.log_prob(action.flatten(1)), atol=1e-4)
+    assert torch.allclose(head.entropy(pi), truth.entropy(), atol=1e-5)
+    assert torch.equal(head.choose(pi, greedy=True), mean)
+    draws = head.choose(pi[:1].expand(40_000, -1), greedy=False)
+    assert torch.allclose(draws.mean(0), mean[0], atol=0.1)
+    assert torch.allclose(draws.std(0), log_std[0].exp(), rtol=0.03)
+
+
+@pytest.mark.parametrize("space", [Discrete(4), MultiDiscrete([2, 5, 3]), MultiDiscrete([[2, 3], [3, 2]])])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_choice_is_torchs(ppo, space, masked):
+    torch.manual_seed(1)
+    sizes = [space.n] if isinstance(space, Discrete) else space.nvec.ravel().tolist()
+    head, features = ppo.CategoricalHead(5, space), 3 * torch.randn(6, 5)
+    head.logits.weight.data *= 100
+    mask = torch.ones(6, sum(sizes))
+    if masked:
+        mask[0, 0] = mask[1, 1] = mask[2, -1] = mask[3:, sum(sizes) - 2] = 0
+    pi = head(features, mask.to(torch.int8) if masked else None)
+    logits = head.logits(features).view(6, len(sizes), -1)
+    truths = []
+    for k, (size, legal) in enumerate(zip(sizes, mask.split(sizes, dim=1), strict=True)):
+        truths.append(Categorical(logits=logits[:, k, :size].masked_fill(legal == 0, -math.inf)))
+        assert torch.allclose(pi[:, k, :size].exp(), truths[-1].probs, atol=1e-5)
+        assert (pi[:, k, size:].exp() == 0).all()  # choices that do not exist
+    action = torch.stack([truth.sample() for truth in truths], dim=1)
+    log_prob = sum(truth.log_prob(action[:, k]) for k, truth in enumerate(truths))
+    assert torch.allclose(head.log_prob(pi, action), log_prob, atol=1e-4)
+    entropy = sum(-(t.probs * t.probs.clamp(min=1e-30).log()).sum(-1) for t in truths)
+    assert torch.allclose(head.entropy(pi), entropy, atol=1e-4)
+    assert torch.equal(head.choose(pi, True), torch.stack([t.probs.argmax(-1) for t in truths], dim=1))
+    draws = head.choose(pi[:1].expand(40_000, -1, -1), greedy=False)
+    for k, truth in enumerate(truths):
+        counts = torch.bincount(draws[:, k], minlength=sizes[k]) / 40_000
+        assert torch.allclose(counts, truth.probs[0], atol=0.015) and len(counts) == sizes[k]
+    (head.entropy(pi).mean() + head.log_prob(pi, action).mean()).backward()
+    assert head.logits.weight.grad.isfinite().all()
+
+
+# ---------------------------------------------------------------------------------------------------- losses
+def test_the_gradient_of_a_policy_loss_makes_good_actions_likelier(family):
+    """-E[A grad log pi], at the policy that acted: whatever the name and the form of the loss."""
+    log_prob = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    advantage = torch.tensor([2.0, -1.0, 0.0])
+    if family.__name__ == "trpo":
+        loss = -family.surrogate(log_prob, log_prob.detach(), advantage)
+    elif family.__name__ == "ppo":
+        loss = family.clipped_policy_loss(log_prob, log_prob.detach(), advantage, 0.2)
+    elif family.__name__ == "reinforce":
+        loss = family.policy_gradient_loss(log_prob, advantage, 3)
+    else:
+        loss = family.policy_loss(log_prob, advantage)
+    loss.backward()
+    assert torch.allclose(log_prob.grad, -advantage / 3)
+
+
+def test_ppo_gains_nothing_outside_the_clip(ppo):
+    ratio = torch.tensor([0.5, 0.9, 1.1, 1.5])
+    for sign in (1.0, -1.0):
+        log_prob = ratio.log().requires_grad_()
+        loss = ppo.clipped_policy_loss(log_prob, torch.zeros(4), torch.full((4,), sign), 0.2)
+        worse = [min(r * sign, np.clip(r, 0.8, 1.2) * sign) for r in ratio.tolist()]
+        assert float(loss) == pytest.approx(-np.mean(worse), abs=1e-6)
+        loss.backward()
+        assert (log_prob.grad != 0).tolist() == (
+            [True, True, True, False] if sign > 0 else [False, True, True, True]
+        )
+
+
+def test_the_estimate_of_kl_is_exact_in_the_mean(ppo):
+    """Four actions drawn as often as the old policy says."""
+    old, new = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.3, 0.3, 0.4])
+    action = torch.tensor([0, 0, 1, 2])
+    kl, clipped = ppo.policy_change(new[action].log(), old[action].log(), 0.25)
+    assert float(kl) == pytest.approx(float(kl_divergence(Categorical(old), Categorical(new))), abs=1e-6)
+    assert float(clipped) == 0.75  # ratios .6, .6, 1.2, 1.6
+
+
+# ---------------------------------------------------------------------------------------- epochs and metrics
+def test_every_epoch_visits_the_whole_rollout_in_a_new_order(ppo, monkeypatch):
+    calls = watch_loss(ppo, monkeypatch)
+    args = short(ppo, update_epochs=3, num_minibatches=4, normalize_advantage=False)
+    ppo.train(args)
+    epochs = torch.stack([call["advantage"] for call in calls]).view(3, 64)
+    assert len(calls) == 12 and len(epochs[0].unique()) == 64
+    assert all(torch.equal(epoch.sort()[0], epochs[0].sort()[0]) for epoch in epochs)
+    assert not torch.equal(epochs[0], epochs[1]) and not torch.equal(epochs[1], epochs[2])
+
+
+def test_metrics_are_means_over_the_last_epoch(ppo, monkeypatch):
+    calls = watch_loss(ppo, monkeypatch)
+    ppo.train(short(ppo, update_epochs=3, num_minibatches=4, learning_rate=0.02, target_kl=math.inf))
+    ratio = torch.stack([call["log_prob"] - call["old_log_prob"] for call in calls[-4:]]).exp()
+    (row,) = updates()
+    kl = (ratio - 1 - ratio.log()).mean()
+    assert row["policy/kl"] == pytest.approx(float(kl), rel=1e-3) and kl > 1e-4
+    assert row["policy/clip_fraction"] == pytest.approx(float(((ratio - 1).abs() > 0.2).float().mean()))
+
+
+def test_metrics_do_not_depend_on_the_number_of_minibatches(critics):
+    """Nothing moves at a learning rate of 0, so the parts of an epoch have the mean of the whole."""
+    rows = {}
+    for n in (1, 4):
+        still = dict(learning_rate=0.0, critic_lr=0.0, max_kl=1e-12, normalize_advantage=False)
+        critics.train(
+            short(critics, run_dir=f"{n}", num_minibatches=n, env_kwargs={"actions": "box"}, **still)
+        )
+        (rows[n],) = updates(f"{n}")
+    for name in (
+        "loss/policy",
+        "loss/value",
+        "policy/entropy",
+        "value/explained_variance",
+        "policy/clip_fraction",
+    ):
+        if name in rows[1]:
+            assert rows[1][name] == pytest.approx(rows[4][name], abs=1e-5)
+    assert 0 < rows[1]["grad/critic_norm"] < math.inf and 0 < rows[1]["grad/actor_norm"] < math.inf
+
+
+def test_the_value_error_is_half_the_mean_square(critics):
+    still = dict(learning_rate=0.0, critic_lr=0.0, max_kl=1e-12, gamma=0.0, gae_lambda=0.0)
+    critics.train(short(critics, "Ones", env_kwargs={"pay": 3.0}, **still))
+    (row,) = updates()  # all observations are equal, so is the value
+    assert row["loss/value"] == pytest.approx(0.5 * (3 - row["value/mean"]) ** 2, rel=1e-4)
+
+
+@pytest.mark.parametrize("target_kl", [math.inf, 1e-10, 1e-3])
+def test_the_epochs_end_at_the_first_minibatch_beyond_target_kl(ppo, monkeypatch, target_kl):
+    calls = watch_loss(ppo, monkeypatch)
+    ppo.train(short(ppo, update_epochs=3, num_minibatches=4, learning_rate=0.02, target_kl=target_kl))
+    ratios = [(call["log_prob"] - call["old_log_prob"]).exp() for call in calls]
+    kl = [float((ratio - 1 - ratio.log()).mean()) for ratio in ratios]
+    if target_kl == math.inf:
+        assert len(kl) == 12 and kl[-1] > 1e-3
+    else:
+        assert len(kl) < 12 and all(x <= target_kl for x in kl[:-1]) and kl[-1] > target_kl
+
+
+def test_a_minibatch_of_one_gives_no_nan(ppo):
+    ppo.train(short(ppo, num_envs=1, num_steps=4, num_minibatches=4, total_timesteps=8))
+    assert all(math.isfinite(x) for row in updates() for x in row.values())
+
+
+def test_the_entropy_bonus_widens_the_policy(critics):
+    final = {}
+    for coef, method in ((1.0, "regularized"), (-1.0, "regularized"), (1.0, "none"), (0.0, "regularized")):
+        options = dict(entropy_coef=coef, entropy_method=method, learning_rate=0.01, max_kl=0.05)
+        folder = f"{coef}-{method}"
+        critics.train(
+            short(critics, run_dir=folder, env_kwargs={"actions": "box"}, total_timesteps=512, **options)
+        )
+        final[coef, method] = checkpoint(folder)["agent"]
+    width = {key: float(agent["head.log_std"]) for key, agent in final.items()}
+    assert width[1.0, "regularized"] > width[0.0, "regularized"] + 0.005
+    assert width[-1.0, "regularized"] < width[0.0, "regularized"] - 0.005
+    assert equal(final[1.0, "none"], final[0.0, "regularized"])
+
+
+# --------------------------------------------------------------------------------------------------- TRPO
+def test_conjugate_gradient_solves_a_known_system(trpo):
+    torch.manual_seed(0)
+    root = torch.randn(8, 8, dtype=torch.float64)
+    matrix, x = root @ root.T + torch.eye(8), torch.randn(8, dtype=torch.float64)
+    found = trpo.conjugate_gradient(lambda v: matrix @ v, matrix @ x, 20, 1e-20)
+    assert torch.allclose(found, x, atol=1e-6)
+    count = []
+    trpo.conjugate_gradient(lambda v: count.append(1) or matrix @ v, matrix @ x, 3, 0.0)
+    assert len(count) == 3
+    rough = trpo.conjugate_gradient(lambda v: matrix @ v, matrix @ x, 20, 1.0)
+    assert 1e-9 < float((matrix @ rough - matrix @ x).square().sum()) <= 1.0
+
+
+def test_the_hessian_product_is_that_of_the_whole_hessian(trpo):
+    torch.manual_seed(0)
+    w, b, v = torch.randn(3, 2, requires_grad=True), torch.randn(2, requires_grad=True), torch.randn(8)
+    value = lambda w, b: ((w.sin() @ b) ** 2).sum() + (w * b).exp().sum()
+    product = trpo.hessian_product(value(w, b), [w, b], 0.1)
+    blocks = torch.autograd.functional.hessian(
+        lambda flat: value(flat[:6].view(3, 2), flat[6:]), torch.cat([w.flatten(), b])
+    )
+    assert torch.allclose(product(v), blocks @ v + 0.1 * v, atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "choices"])
+def test_the_kl_of_trpo_is_torchs(trpo, kind):
+    torch.manual_seed(0)
+    if kind == "gaussian":
+        old, new = torch.randn(2, 5, 6)
+        one, two = (Normal(pi[:, :3], pi[:, 3:].exp()) for pi in (old, new))
+        truth = kl_divergence(one, two).sum(-1).mean()
+    else:
+        old, new = torch.randn(2, 5, 2, 4).log_softmax(-1)
+        truth = kl_divergence(Categorical(logits=old), Categorical(logits=new)).sum(-1).mean()
+    assert torch.allclose(trpo.mean_kl(old, new), truth, atol=1e-5)
+
+
+def test_a_step_is_shrunk_until_it_is_good_or_not_taken(trpo):
+    x = torch.nn.Parameter(torch.tensor([0.0, 1.0]))
+    y = torch.nn.Parameter(torch.tensor([[0.1]]))
+    start = [x.detach().clone(), y.detach().clone()]
+    measure = lambda: (x.sum() + y.sum(), (x.detach() - start[0]).norm())  # the KL is the distance
+    step = torch.tensor([1.0, 0.0, 0.5])
+    share, objective, kl = trpo.line_search([x, y], step, measure, measure()[0].detach(), 0.3, 0.5, 10)
+    assert share == 0.25 and float(kl) == 0.25 and float(objective) == pytest.approx(1.1 + 0.375)
+    assert x.tolist() == [0.25, 1.0] and float(y) == pytest.approx(0.225)
+    for limit, sign, times in ((0.3, -1.0, 10), (1e-9, 1.0, 5)):  # worse, or always too far
+        before = x.detach().clone(), y.detach().clone()
+        start[0] = before[0]
+        result = trpo.line_search([x, y], sign * step, measure, measure()[0].detach(), limit, 0.5, times)
+        assert result[0] == 0 and torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+def test_each_step_of_trpo_keeps_to_its_limit_and_improves(trpo):
+    trpo.train(short(trpo, env_kwargs={"actions": "box"}, total_timesteps=640, max_kl=0.02, hvp_damping=1e-3))
+    rows = updates()
+    taken = [row for row in rows if row["policy/accepted"]]
+    assert len(taken) >= 8
+    for row in taken:
+        assert 0.004 < row["policy/kl"] <= 0.02 and row["policy/improvement"] > 0
+        assert row["policy/expected_improvement"] > 0 and 0 < row["policy/step_share"] <= 1
+    assert all(
+        row["policy/kl"] == 0 == row["policy/improvement"] for row in rows if not row["policy/accepted"]
+    )
+
+
+# ------------------------------------------------------------------------------------------ REINFORCE and VPG
+def test_reinforce_learns_from_whole_episodes_and_counts_every_step(monkeypatch):
+    reinforce = load_script("reinforce")
+    calls = watch_loss(reinforce, monkeypatch)
+    steps = []
+    hook = register_optimizer_step_pre_hook(lambda *_: steps.append(1))
+    args = short(reinforce, "Boundary", num_envs=3, episodes_per_update=6, total_timesteps=150, gamma=1.0)
+    try:
+        reinforce.train(args)
+    finally:
+        hook.remove()
+    played = [step for step in probe_envs.Boundary.steps if not step[0]]
+    assert checkpoint()["run"]["env_steps"] == len(played) >= 150
+    rows = updates()
+    assert len(rows) == len(calls) == len(steps) >= 2  # one update for each batch of episodes
+    starts = [0] + [row["step"] for row in rows]
+    for call, first, last in zip(calls, starts, starts[1:], strict=False):
+        batch, number_of = played[first:last], {}
+        for _, number, episode, *_ in batch:
+            number_of.setdefault(number, []).append(episode)
+        truth = []
+        for number, episodes in number_of.items():
+            for episode in sorted(set(episodes))[:2]:  # two of each environment; the others only wait
+                length = probe_envs.boundary_length(number, episode)
+                rewards = [probe_envs.boundary_reward(episode, t) for t in range(1, length + 1)]
+                truth += [sum(rewards[t:]) for t in range(length)]
+        assert sorted(call["return_"].tolist()) == sorted(truth)
+
+
+def test_discounted_returns_stop_at_the_end_of_an_episode():
+    reinforce = load_script("reinforce")
+    reward = torch.tensor([1.0, 2.0, 4.0, 8.0])[:, None]
+    done = torch.tensor([0.0, 1.0, 0.0, 0.0])[:, None]
+    assert reinforce.compute_returns(reward, done, 0.5)[:, 0].tolist() == [2, 2, 8, 8]
+
+
+def test_the_baselines_of_vpg(monkeypatch):
+    vpg = load_script("vpg")
+    calls = watch_loss(vpg, monkeypatch)
+    for baseline in ("none", "mean", "value"):
+        args = short(vpg, run_dir=baseline, baseline=baseline, normalize_advantage=False, gamma=0.0)
+        vpg.train(args)  # gamma = 0: the return of a step is its reward
+        (row,) = updates(baseline)
+        known = {"none": 0.0, "mean": row["reward/mean"], "value": row["value/mean"]}
+        advantage = float(calls[-1]["advantage"].mean())
+        assert advantage == pytest.approx(row["reward/mean"] - known[baseline], abs=1e-4)
+        assert abs(row["value/mean"]) > 1e-3
