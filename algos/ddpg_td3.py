@@ -166,8 +166,9 @@ def train(args: Args) -> np.ndarray:
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
     actor_lr, critic_lr = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr))
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
+    graph = args.compile and device.type == "cuda"
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
     actor_optimizer.param_groups[0]["weight_decay"] = args.actor_weight_decay
     critic_optimizer.param_groups[0]["weight_decay"] = args.critic_weight_decay
     buffer = ReplayBuffer(args, *spaces, device)
@@ -204,7 +205,6 @@ def train(args: Args) -> np.ndarray:
         polyak_update(agent.critic, agent.target_critic, args.tau)
         return {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}
 
-    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -539,7 +539,9 @@ def set_up(args) -> torch.device:
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     try:
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
     except (RuntimeError, AssertionError):
         raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
     return device
@@ -639,10 +641,10 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
     groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:

@@ -155,7 +155,8 @@ def train(args: Args) -> np.ndarray:
     if args.evaluate:  # without the memory that training takes
         return Run(args, args.num_envs, agent=agent).evaluate()
     target_agent = copy.deepcopy(agent)
-    optimizer = make_adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps)
+    graph = args.compile and device.type == "cuda"
+    optimizer = make_adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
     buffer = FrameBuffer(args, envs.single_observation_space, device)
     buffer.start(obs)
 
@@ -177,7 +178,7 @@ def train(args: Args) -> np.ndarray:
             "grad/norm": grad_norm,
         }  # fmt: skip
 
-    learn = BatchGraph(update) if args.compile and device.type == "cuda" else update
+    learn = BatchGraph(update) if graph else update
     run = Run(args, args.num_envs, agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
     if args.init_from:
         target_agent.load_state_dict(agent.state_dict())
@@ -595,7 +596,9 @@ def set_up(args) -> torch.device:
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     try:
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
     except (RuntimeError, AssertionError):
         raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
     return device
@@ -695,10 +698,10 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
     groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:

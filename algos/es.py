@@ -340,38 +340,26 @@ def parse_args(argv: list[str] | None = None) -> Args:
 
 
 def set_up(args) -> torch.device:
-    """Checks the arguments, sets the threads of torch and picks the device."""
-    counts = """eval_episodes num_envs total_timesteps num_steps update_epochs num_minibatches hidden_sizes
-                n_step batch_size buffer_size train_every updates_per_train target_update_every policy_delay
-                episodes_per_update population episodes_per_member value_minibatches cg_iterations grid_size
-                log_every noise_steps"""
-    shares = """gamma gae_lambda tau epsilon_start epsilon_end epsilon_min epsilon_decay exploration_fraction
-                per_alpha per_beta_start backtrack_ratio"""
-    signed = "stop_return target_entropy obs_low obs_high"
-    for name, value in vars(args).items():
-        low = 1 if name in counts.split() else -math.inf if name in signed.split() else 0
-        high = 1 if name in shares.split() else math.inf
-        if name == "hidden_sizes" and not value:
-            raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, (int, float)) and not low <= number <= high:
-                limit = f"at least {low}" if high == math.inf else f"between {low} and {high}"
-                raise UsageError(f"--{name.replace('_', '-')} is {number}; it must be {limit}")
-    if args.resume and args.evaluate:
-        raise UsageError("--resume trains on and --evaluate only plays: give one of them")
-    if args.stop_return is not None and not args.eval_every:
-        raise UsageError("--stop-return looks at evaluations: it needs --eval-every above 0")
-    if args.track != "none" and not importlib.util.find_spec(args.track):
-        raise UsageError(f"--track {args.track} needs a package that is missing: pip install {args.track}")
-    if args.render and sys.platform == "linux" and not {"DISPLAY", "WAYLAND_DISPLAY"} & set(os.environ):
-        raise UsageError("--render needs a display and there is none; --capture-video writes a film")
-    if args.torch_threads:
-        torch.set_num_threads(args.torch_threads)
-    found = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    device = args.device if args.device != "auto" else "cuda" if found["cuda"] else "cpu"
-    if not found[device]:
-        raise UsageError(f"--device {device}: torch finds none here; --device cpu always works")
-    return torch.device(device)
+    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the type, or the types inside it
+            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
+                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
+                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                    raise UsageError(f"{value}: must be from {low} to {high}")
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"
+        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+    set_seed(args.seed)
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    try:
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
+    return device
 
 
 def is_image(space: gym.Space) -> bool:

@@ -331,7 +331,9 @@ def set_up(args) -> torch.device:
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     try:
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
     except (RuntimeError, AssertionError):
         raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
     return device

@@ -389,7 +389,9 @@ def set_up(args) -> torch.device:
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     try:
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
     except (RuntimeError, AssertionError):
         raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
     return device
@@ -495,10 +497,10 @@ def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
     return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in names}
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
     groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:

@@ -158,9 +158,10 @@ def train(args: Args) -> np.ndarray:
         return Run(args, args.num_envs, agent=agent).evaluate()
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device)
+    graph = args.compile and device.type == "cuda"
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
     target_entropy = args.target_entropy
     if target_entropy is None:
@@ -206,7 +207,6 @@ def train(args: Args) -> np.ndarray:
             "policy/alpha": alpha, "policy/entropy": entropy,
         }  # fmt: skip
 
-    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -545,7 +545,9 @@ def set_up(args) -> torch.device:
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     try:
         device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        torch.empty(0, device=device)
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
     except (RuntimeError, AssertionError):
         raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
     return device
@@ -645,10 +647,10 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8) -> torch.optim.Adam:
+def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
     groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=device.type == "cuda")
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:

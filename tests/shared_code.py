@@ -1,26 +1,28 @@
 """One name, one text: finds top-level names of algos/ whose source differs from script to script.
 
-    python tests/shared_code.py                                  lists them; exit code 1 if there are any
-    python tests/shared_code.py --push make_envs algos/ppo.py    gives the other copies the text of ppo.py
+    python tests/shared_code.py                                 lists them; exit code 1 if there are any
+    python tests/shared_code.py --push make_envs algos/ppo.py   gives the other copies the text of ppo.py
+    python tests/shared_code.py --new idea --parent ppo         writes algos/idea.py, a child to start from
 
 A text is the definition with its docstring, its decorators and the comments right above it.
 """
 
 import argparse
 import ast
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 
 ALGOS = Path(__file__).parents[1] / "algos"
-EXEMPT = "Args TUNED Actor Critic ActorCritic Policy QNetwork train".split()  # these differ on purpose
+EXEMPT = "Args TUNED Actor Critic ActorCritic Agent Policy QNetwork train".split()  # these differ on purpose
 
 
 def definitions(source: str) -> dict[str, tuple[int, int]]:
     """Top-level functions, classes and constants: name to its lines [first, last)."""
     lines, found = source.splitlines(), {}
     for node in ast.parse(source).body:
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             names = [node.name]
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -66,20 +68,36 @@ def push(name: str, origin: Path, folder: Path) -> list[str]:
     return changed
 
 
+def write_child(name: str, parent: Path) -> Path:
+    """A copy of parent that calls itself name: the first line and the command of its docstring are to do."""
+    source = parent.read_text().replace(f"algos/{parent.stem}.py", f"algos/{name}.py")
+    sentence = f'"""TODO: what {name} does in a sentence, with its paper; it starts as {parent.stem}.\n\n'
+    child = parent.with_name(f"{name}.py")
+    with child.open("x") as file:  # never over a script
+        file.write(re.sub(r'\A""".*?\n\n', lambda _: sentence, source, flags=re.DOTALL))
+    return child
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--push", nargs=2, metavar=("NAME", "FILE"))
+    parser.add_argument("--new", metavar="NAME", help="name of a script to write, without .py")
+    parser.add_argument("--parent", default="ppo", help="script that it starts from")
     parser.add_argument("--algos", type=Path, default=ALGOS, help="folder of the scripts")
     args = parser.parse_args()
-    if args.push:
-        name, origin = args.push[0], Path(args.push[1])
-        if name not in texts(origin):
-            print(f"{origin} defines no {name} at its top level", file=sys.stderr)
-            return 2
-        print(f"{name}: changed {', '.join(push(name, origin, args.algos)) or 'nothing'}")
-        return 0
+    try:
+        if args.new:
+            print(f"wrote {write_child(args.new, args.algos / f'{args.parent}.py')}")
+            return 0
+        if args.push:
+            changed = push(args.push[0], Path(args.push[1]), args.algos)
+            print(f"{args.push[0]}: changed {', '.join(changed) or 'nothing'}")
+            return 0
+    except (KeyError, OSError) as error:  # no such name; no such script, or one that is there
+        print(f"shared_code.py: {error}", file=sys.stderr)
+        return 2
     found = differing(args.algos)
     for name, groups in found.items():
         print(f"{name}: " + " | ".join(" = ".join(group) for group in groups))
