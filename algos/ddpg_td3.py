@@ -7,15 +7,15 @@ deterministic actor climbs the value that critics give to its actions; all learn
     actor    L = -E[Q_1(s, pi(s))], in every policy_delay-th update                          (DDPG eq. 6)
     targets  w' <- tau w + (1 - tau) w' for the weights of Q' and pi', together with the actor
 
-TD3 is DDPG with a second critic, a delayed actor and noise on the target's action: the fields twin_critics,
-policy_delay and target_noise, which the preset of --algorithm sets where they are not given.
+TD3 is DDPG with a second critic, a delayed actor, noise on the target's action and Gaussian exploration: the
+fields twin_critics, policy_delay, target_noise and noise, which --algorithm fills where they are not given.
 
 Differences from the papers:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
  2. Actions, noise and clipping live on [-1, 1], stretched to the bounds of each dimension.
- 3. --algorithm ddpg has the networks, learning rates and tau of td3, and random actions at first. DDPG's
-    paper has batch normalization, actions that enter at the critic's second layer, weight decay of 1e-2 in
-    the critic, 1e-4 for the actor, tau 0.001, batches of 64, exploration noise of 0.2 and no random actions.
+ 3. --algorithm ddpg has the networks, rates and tau of td3, and random actions at first. DDPG's paper has
+    batch normalization, layers of 400 and 300, actions that enter the critic at the second one, 1e-2 of
+    weight decay there, a learning rate of 1e-4 in the actor, tau 0.001, batches of 64 and noise of 0.2.
  4. --algorithm td3 has networks and batches of 256 as the authors' later code, not (400, 300) and 100.
  5. On request n-step targets; images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 
@@ -166,9 +166,8 @@ def train(args: Args) -> np.ndarray:
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
     actor_lr, critic_lr = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr))
-    graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
     actor_optimizer.param_groups[0]["weight_decay"] = args.actor_weight_decay
     critic_optimizer.param_groups[0]["weight_decay"] = args.critic_weight_decay
     buffer = ReplayBuffer(args, *spaces, device)
@@ -205,6 +204,7 @@ def train(args: Args) -> np.ndarray:
         polyak_update(agent.critic, agent.target_critic, args.tau)
         return {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}
 
+    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -448,7 +448,8 @@ class ReplayBuffer:
 
     def cut(self) -> None:
         """Ends the episodes in progress, for a new segment starts."""
-        self.data["done"][self.row - self.num_envs :][: self.num_envs] = 1.0
+        newest = (self.row - self.num_envs) % self.size
+        self.data["done"][newest : newest + self.num_envs] = 1.0
 
     def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
         """n-step transitions (B, ...) drawn from all: obs, action, reward, discount and next_obs.
@@ -458,10 +459,10 @@ class ReplayBuffer:
         """
         take = lambda name, row: self.data[name].index_select(0, row)
         first = last = torch.randint(self.filled, (batch_size,), device=self.device)
-        newest = (self.row - self.num_envs) % self.size // self.num_envs
+        newest = (self.row - self.num_envs) % self.size
         reward, discount = take("reward", first), torch.full((batch_size,), self.gamma, device=self.device)
         for _ in range(self.n_step - 1):
-            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest)
+            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest // self.num_envs)
             last = torch.where(goes_on, (last + self.num_envs) % self.size, last)
             reward += goes_on * discount * take("reward", last)
             discount = torch.where(goes_on, self.gamma * discount, discount)

@@ -142,8 +142,8 @@ def epsilon_at(env_steps, args):
         return 1.0
     if args.noisy:  # the noise of the weights explores
         return 0.0
-    last = args.exploration_fraction * args.total_timesteps
-    return float(np.interp(env_steps, [0, last], [args.epsilon_start, args.epsilon_end]))
+    share = min(1.0, env_steps / max(1.0, args.exploration_fraction * args.total_timesteps))
+    return args.epsilon_start + share * (args.epsilon_end - args.epsilon_start)
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -433,17 +433,18 @@ class FrameBuffer:
     def __init__(self, args, obs_space: Box, device: torch.device):
         self.args, self.obs_shape, self.device, self.num_envs = args, obs_space.shape, device, args.num_envs
         self.stack = obs_space.shape[0] if args.env_id.startswith("ALE/") else 1
-        frame = (obs_space.shape[0] // self.stack, *obs_space.shape[1:])
+        self.depth = obs_space.shape[0] // self.stack  # of a frame: its extent along the first axis
         self.size = size = args.buffer_size // args.num_envs * args.num_envs
         if size < (least := args.num_envs * (2 * self.stack + 1)):  # a new episode must leave an old step
             raise UsageError(f"--buffer-size {args.buffer_size} is too small: use {least} or more")
         dtype, free = np.dtype(np.uint8 if is_image(obs_space) else np.float32), free_memory(device)
-        needed = size * (math.prod(frame) * dtype.itemsize + 8 + 4 + 1 + 8)
+        frame = (self.depth, *obs_space.shape[1:])
+        needed = size * (math.prod(frame) * dtype.itemsize + 8 + 4 + 1 + 8)  # a row of the five arrays below
         text = f"the replay buffer takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free on {device}"
         if needed > free:
             raise UsageError(f"{text}: use a smaller --buffer-size")
         print(text)
-        self.obs = torch.from_numpy(np.zeros((size, *frame), dtype)).to(device)
+        self.obs = torch.from_numpy(np.zeros((size, *frame), dtype)).to(device)  # untouched zeros are free
         self.action, self.reward = np.zeros(size, np.int64), np.zeros(size, np.float32)
         self.terminated, self.mass = np.zeros(size, bool), np.zeros(size)
         self.tree = SumTree(size) if args.per else None
@@ -461,7 +462,7 @@ class FrameBuffer:
         """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
         self.action[self.row], self.reward[self.row], self.terminated[self.row] = action, reward, terminated
         self.set_mass(self.row, self.largest)
-        self.write(np.arange(self.num_envs), np.split(next_obs, self.stack, axis=1)[-1])
+        self.write(np.arange(self.num_envs), next_obs[:, -self.depth :])
 
     def write(self, envs: np.ndarray, frame: np.ndarray) -> None:
         """Puts a frame of each of these environments into its next row."""
@@ -513,9 +514,8 @@ class FrameBuffer:
         frames = (both[..., None] + self.num_envs * np.arange(1 - self.stack, 1)) % self.size  # oldest first
         obs = self.obs.index_select(0, to_tensor(frames.ravel(), self.device))
         obs, next_obs = obs.view(2, len(index), *self.obs_shape)
-        rest = dict(action=self.action[index], reward=reward, discount=discount)
-        rest = {name: to_tensor(x, self.device) for name, x in rest.items()}
-        return dict(obs=obs, next_obs=next_obs) | rest
+        action, reward, discount = (to_tensor(x, self.device) for x in (self.action[index], reward, discount))
+        return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
 
     def state_dict(self) -> dict:
         """The rows in use, cut in NumPy: of a slice of a tensor torch would save the whole."""

@@ -158,10 +158,9 @@ def train(args: Args) -> np.ndarray:
         return Run(args, args.num_envs, agent=agent).evaluate()
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
-    graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
+    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device)
     buffer = ReplayBuffer(args, *spaces, device)
     target_entropy = args.target_entropy
     if target_entropy is None:
@@ -176,7 +175,7 @@ def train(args: Args) -> np.ndarray:
             next_value = soft_value(next_q_values, log_prob, prob, agent.log_alpha.exp())
             td_target = batch["reward"] + batch["discount"] * next_value
         q_values = agent.critic(obs, batch["action"])
-        if agent.discrete:  # of all choices
+        if agent.discrete:  # of all choices, those of the ones that were made
             q_values = q_values.gather(-1, batch["action"].expand(2, -1)[..., None])
         loss = critic_loss(q_values.squeeze(-1), td_target)
         grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
@@ -207,6 +206,7 @@ def train(args: Args) -> np.ndarray:
             "policy/alpha": alpha, "policy/entropy": entropy,
         }  # fmt: skip
 
+    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -452,7 +452,8 @@ class ReplayBuffer:
 
     def cut(self) -> None:
         """Ends the episodes in progress, for a new segment starts."""
-        self.data["done"][self.row - self.num_envs :][: self.num_envs] = 1.0
+        newest = (self.row - self.num_envs) % self.size
+        self.data["done"][newest : newest + self.num_envs] = 1.0
 
     def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
         """n-step transitions (B, ...) drawn from all: obs, action, reward, discount and next_obs.
@@ -462,10 +463,10 @@ class ReplayBuffer:
         """
         take = lambda name, row: self.data[name].index_select(0, row)
         first = last = torch.randint(self.filled, (batch_size,), device=self.device)
-        newest = (self.row - self.num_envs) % self.size // self.num_envs
+        newest = (self.row - self.num_envs) % self.size
         reward, discount = take("reward", first), torch.full((batch_size,), self.gamma, device=self.device)
         for _ in range(self.n_step - 1):
-            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest)
+            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest // self.num_envs)
             last = torch.where(goes_on, (last + self.num_envs) % self.size, last)
             reward += goes_on * discount * take("reward", last)
             discount = torch.where(goes_on, self.gamma * discount, discount)

@@ -1,8 +1,9 @@
-"""Draws learning curves of many seeds from benchmark/results, or every logged curve of one run.
+"""Draws learning curves of many seeds from benchmark/results, or every logged curve of any runs.
 
     python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
     python benchmark/plot.py --results benchmark/results/*__CartPole-v1.csv --together --out compared.png
-    python benchmark/plot.py --run runs/CartPole-v1/ppo/1-20270131-120000
+    python benchmark/plot.py runs/CartPole-v1/ppo/1-20270131-120000
+    python benchmark/plot.py runs/CartPole-v1/*/* --out compared
 
 Per environment: mean (solid) and interquartile mean (dashed) over seeds with 95% intervals of a stratified
 bootstrap, as Agarwal et al. 2021 (arXiv 2108.13264) recommend. The last panel joins all environments with
@@ -13,6 +14,7 @@ A diamond at the end of a curve is the final evaluation, of more episodes than a
 
 import argparse
 import csv
+import json
 import math
 import sys
 from collections import Counter, defaultdict
@@ -220,42 +222,40 @@ def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
     print(out)
 
 
-# ------------------------------------------------------------------------------------------ curves of one run
-def draw_run(run: Path) -> list[Path]:
-    """Writes RUN/plots/{family}.png: a panel for each column of progress.csv that starts with family/."""
-    table = run / "progress.csv"
-    if not table.is_file():
-        sys.exit(f"plot.py: {run} has no progress.csv: give the folder of a run")
-    with table.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    families = defaultdict(dict)
-    for name in rows[0] if rows else ():
-        points = [(int(row["step"]), float(row[name])) for row in rows if row[name] not in ("", None)]
-        if "/" in name and points:
-            families[name.partition("/")[0]][name.partition("/")[2]] = np.array(points).T
+# --------------------------------------------------------------------------------------------- curves of runs
+def draw_runs(runs: list[Path], out: Path) -> list[Path]:
+    """Writes out/{family}.png: a panel for each logged name that starts with family/, a line for each run."""
+    families = defaultdict(lambda: defaultdict(dict))
+    for run in runs:
+        if not (run / "progress.jsonl").is_file():
+            sys.exit(f"plot.py: {run} has no progress.jsonl: give the folder of a run")
+        for line in (run / "progress.jsonl").read_text().splitlines():
+            row = json.loads(line)
+            for name, value in row.items():
+                family, _, metric = name.partition("/")
+                if metric:
+                    families[family][metric].setdefault(run, []).append((row["step"], value))
     if not families:
-        sys.exit(f"plot.py: {table} has no logged value yet")
-    (run / "plots").mkdir(exist_ok=True)
+        sys.exit("plot.py: nothing is logged yet")
+    out.mkdir(parents=True, exist_ok=True)
     written = []
     for family, metrics in families.items():
         figure, panel = make_panels(len(metrics), 4.0, 2.7)
-        for axes, (name, (steps, values)) in zip(panel, metrics.items(), strict=True):
-            window = len(values) // 50  # smooth long curves so that the eye finds the trend
-            axes.plot(
-                steps, values, color=COLOURS[0], linewidth=1 if window > 1 else 1.4,
-                alpha=0.35 if window > 1 else 1, marker="." if len(values) < 30 else None,
-            )  # fmt: skip
-            if window > 1:
-                smooth = np.convolve(values, np.full(window, 1 / window), mode="valid")
-                middle = np.convolve(steps, np.full(window, 1 / window), mode="valid")
-                axes.plot(middle, smooth, color=COLOURS[0], linewidth=1.6)
-            axes.set(title=name, xlabel="environment steps")
+        for axes, (metric, lines) in zip(panel, metrics.items(), strict=True):
+            for run, points in lines.items():
+                steps, values = np.array(points).T
+                window = max(1, len(values) // 50)  # smooth long curves so that the eye finds the trend
+                smooth = lambda x, n=window: np.convolve(x, np.full(n, 1 / n), mode="valid")
+                label = "/".join(run.resolve().parts[-2:]) if len(runs) > 1 and axes is panel[0] else None
+                colour = COLOURS[runs.index(run) % len(COLOURS)]
+                axes.plot(smooth(steps), smooth(values), color=colour, label=label, linewidth=1.4)
+            axes.set(title=metric, xlabel="environment steps")
             axes.xaxis.set_major_formatter(steps_label)
             axes.ticklabel_format(axis="y", scilimits=(-3, 5))
-            if np.ptp(values) == 0:  # else the axis shows the digits of nothing
-                axes.set_ylim(values[0] - 1, values[0] + 1)
-        figure.suptitle(f"{family} · {run.resolve().name}", fontsize=12)
-        written.append(run / "plots" / f"{family}.png")
+        if len(runs) > 1:
+            figure.legend(loc="outside lower center", fontsize=8, ncols=min(3, len(runs)))
+        figure.suptitle(family if len(runs) > 1 else f"{family} · {runs[0].resolve().name}", fontsize=12)
+        written.append(out / f"{family}.png")
         figure.savefig(written[-1])
         plt.close(figure)
         print(written[-1])
@@ -266,16 +266,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders, compared in the same panels")
     parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
-    parser.add_argument("--out", type=Path, help="picture to write (.png, .svg, .pdf); goes with --results")
+    parser.add_argument("--out", type=Path, help="picture of --results, or folder; default: RUN/plots")
     parser.add_argument("--together", action="store_true", help="algorithms in one panel per environment")
-    parser.add_argument("--run", type=Path, help="run folder: draws all of its progress.csv into RUN/plots")
     args = parser.parse_args()
-    if bool(args.results) == bool(args.run) or bool(args.results) != bool(args.out):
-        parser.error("give either --results FILES --out PICTURE or --run FOLDER")
+    if bool(args.results) == bool(args.runs) or (args.results and not args.out):
+        parser.error("give either run folders or --results FILES --out PICTURE")
     plt.rcParams.update(STYLE)
-    if args.run:
-        draw_run(args.run)
+    if args.runs:
+        draw_runs(args.runs, args.out or args.runs[0] / "plots")
     else:
         draw_results(args.results, args.out, args.together)
 

@@ -50,7 +50,7 @@ class Task(NamedTuple):
 # Networks: 64x64 tanh, actor and critic apart; on Pong the Nature CNN with 512 features, shared. Nothing but
 # advantages is normalized. HalfCheetah has the defaults of Stable-Baselines3: 10 epochs, minibatches of 64.
 # Pong: our environments are ale-py's, theirs make_atari_env with VecFrameStack; both have sticky actions.
-# A2C: RMSprop, the default of Stable-Baselines3, and its number of steps.
+# A2C: Adam on both sides, and the number of steps of Stable-Baselines3.
 # TRPO: rollouts of two episodes of 200 steps from each environment, 15 iterations of the conjugate gradient,
 # and for the critic 10 passes of 16 minibatches.
 # SAC and TD3: two hidden layers of 256, relu, batches of 256, one update for each step from step 1,000 on.
@@ -137,41 +137,38 @@ def call(words: list[str]) -> tuple[str, float, float]:
 
 # ------------------------------------------------------------------------------------------------------- ours
 def run_ours(algo: str, arguments: list[str], threads: int) -> tuple[list[dict], dict, float]:
-    """One training of algos/{algo}.py: the rows of its progress.csv, its versions, its seconds in all."""
+    """One training of algos/{algo}.py: the rows of its log, its versions, its seconds in all."""
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, f"algos/{algo}.py", *arguments, "--torch-threads", str(threads)]
         _, seconds, memory = call([*words, "--device", "cpu", "--run-dir", f"{folder}/run"])
-        environment = json.loads(Path(folder, "run/environment.json").read_text())
-        with Path(folder, "run/progress.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))
-    versions = {name: environment[name] for name in ("python", "torch", "gymnasium", "numpy")}
+        environment = json.loads(Path(folder, "run/environment.json").read_text())[-1]
+        rows = [json.loads(line) for line in Path(folder, "run/progress.jsonl").read_text().splitlines()]
+    versions = {name: environment[name].split()[0] for name in ("python", "torch", "gymnasium", "numpy")}
     return rows, versions | dict(memory_gb=round(memory, 3)), seconds
 
 
 def speed_of_ours(task: Task) -> dict:
-    """Environment steps per second between two rows of progress.csv, logging included."""
+    """Environment steps per second between two rows of the log, logging included."""
     batch, rollouts = task.num_envs * task.num_steps, task.warmup + task.window + 1
     words = ["--env-id", task.env_id, "--total-timesteps", str(rollouts * batch)]
     words += ["--num-envs", str(task.num_envs), "--no-normalize-obs"]
     if task.algo in ACTOR_CRITIC:
         words += ["--batch-size", "256", "--learning-starts", "1000", "--updates-per-step", "1"]
-        words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "0"]
+        words += ["--hidden-sizes", "256", "256", "--activation", "relu", "--max-grad-norm", "inf"]
     elif task.algo == "dqn":
         words += [f"--{name.replace('_', '-')}={value}" for name, value in dqn_settings(task).items()]
         words += [f"--train-every={task.num_steps}", "--updates-per-train=1"]
         words += ["--exploration-fraction=0.5", "--epsilon-end=0.05"]
         words += ["--hidden-sizes", *(["512"] if task.env_id.startswith("ALE/") else ["120", "84"])]
-    elif task.algo != "trpo":
+    else:
         words += ["--num-steps", str(task.num_steps), "--no-normalize-reward"]
     if task.algo == "trpo":
-        words += ["--episodes-per-update", str(batch // 200), "--cg-iterations", "15"]
-        words += ["--value-epochs", str(task.update_epochs)]
-        words += ["--value-minibatches", str(task.num_minibatches)]
+        words += ["--cg-iterations", "15", "--value-epochs", str(task.update_epochs)]
+        words += ["--num-minibatches", str(task.num_minibatches)]
     elif task.algo == "ppo":
         words += ["--update-epochs", str(task.update_epochs), "--num-minibatches", str(task.num_minibatches)]
-        words += ["--no-clip-value"]
     elif task.algo == "a2c":
-        words += ["--optimizer", "rmsprop", "--critic-lr", "None", "--entropy-coef", "0", "--gae-lambda", "1"]
+        words += ["--critic-lr", "None", "--entropy-coef", "0", "--gae-lambda", "1"]
         words += ["--no-normalize-advantage"]
     if not task.env_id.startswith("ALE/") and task.algo not in (*ACTOR_CRITIC, "dqn"):
         words += ["--hidden-sizes", "64", "64", "--activation", "tanh"]
@@ -181,19 +178,18 @@ def speed_of_ours(task: Task) -> dict:
     # A row per rollout, or per 1,000 steps for a2c, dqn, sac and td3. The last row has the final evaluation
     # in its time, so the window ends before it.
     begin, end = task.warmup * batch, (task.warmup + task.window) * batch
-    rows = [row for row in rows if begin <= int(row["step"]) <= end]
+    rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
     if len(rows) < 2:
         sys.exit(f"speed.py: --window {task.window} spans less than two rows of the log: give a longer one")
     first, last = rows[0], rows[-1]
-    steps = int(last["step"]) - int(first["step"])
-    seconds = float(last["wall_time"]) - float(first["wall_time"])
+    steps, seconds = last["step"] - first["step"], last["seconds"] - first["seconds"]
     return versions | dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=steps / seconds)
 
 
 def solve_ours(seed: int, threads: int) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
     rows, versions, seconds = run_ours("ppo", [*words, f"--seed={seed}"], threads)
-    solved = float(rows[-1]["eval/return_mean"]) >= SOLVE["stop_return"]
+    solved = rows[-1]["eval/return_mean"] >= SOLVE["stop_return"]
     return versions | dict(env_steps=int(rows[-1]["step"]), seconds=round(seconds, 3), solved=solved)
 
 
@@ -294,7 +290,7 @@ def peer(request: dict) -> dict:
             **same,
         )
     else:
-        model = A2C(n_steps=task.num_steps, **same)
+        model = A2C(n_steps=task.num_steps, use_rms_prop=False, **same)  # Adam on both sides
     clock = Clock()
     model.learn((task.warmup + task.window + 1) * batch, callback=clock)
     seconds = clock.times[task.warmup + task.window] - clock.times[task.warmup]

@@ -102,7 +102,8 @@ class Stream:
         self.device, self.seen = GPU.current, {}  # of each other stream, the work that is known to be done
 
     def wait_stream(self, other):
-        self.seen = {**other.seen, **self.seen, other: GPU.clock}
+        for stream, time in {**other.seen, other: GPU.clock}.items():
+            self.seen[stream] = max(time, self.seen.get(stream, 0))
 
 
 class Gpu(TorchDispatchMode):

@@ -6,6 +6,7 @@ They count on nothing but their arguments and the seed of their first reset, so 
 import os
 import random
 import signal
+import time
 
 import gymnasium as gym
 import numpy as np
@@ -330,6 +331,14 @@ class Raises(Probe):
         return {}["a bug of the user"]
 
 
+class Slow(Walk):
+    """A step takes 2 ms."""
+
+    def step(self, action):
+        time.sleep(0.002)
+        return super().step(action)
+
+
 class Endless(Probe):
     """Never ends by itself and has no time limit."""
 
@@ -346,7 +355,22 @@ def forget() -> None:
         log.clear()
 
 
-PROBES = Boundary, Ones, Boxes, Masked, Spaces, Broken, Success, Walk, LQ, Sometimes, Greedy, Raises, Endless
+PROBES = (
+    Boundary,
+    Ones,
+    Boxes,
+    Masked,
+    Spaces,
+    Broken,
+    Success,
+    Walk,
+    LQ,
+    Sometimes,
+    Greedy,
+    Raises,
+    Slow,
+    Endless,
+)
 for entry in PROBES:
     name = {"Boxes": "Box"}.get(entry.__name__, entry.__name__)
     gym.register(f"{name}-v0", entry_point=entry, disable_env_checker=True)

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import sys
 import time
@@ -17,6 +18,7 @@ import pytest
 import torch
 from conftest import call_main, checkpoint, equal, flags, fork, parts, progress, tiny, wait
 from gymnasium.spaces import Box
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 CPU = torch.device("cpu")
 
@@ -342,15 +344,25 @@ def test_a_film_has_a_frame_for_each_step_of_the_first_episode(ppo):
     assert "64-seed4.mp4" in os.listdir("run/videos")
 
 
-def test_a_film_of_atari_has_colours(ppo):
-    args = ppo.make_args("ALE/Pong-v5", eval_episodes=2, eval_max_steps=30, device="cpu")
+def test_a_film_of_atari_is_of_the_same_game_in_colour(ppo, monkeypatch):
+    args = ppo.make_args("ALE/Pong-v5", eval_episodes=2, eval_max_steps=60, device="cpu")
     envs = ppo.make_envs(args, 1)
     agent = ppo.Agent(envs.single_observation_space, envs.single_action_space, args, CPU)
+    played, random_play = [], np.random.default_rng(0)
+
+    def act(obs, info, greedy):
+        played.append(obs[0, -1].astype(float))
+        return random_play.integers(0, 6, 2)
+
+    monkeypatch.setattr(agent, "act", act)
     ppo.evaluate(args, agent, Path("pong.mp4"))
     shots = frames("pong.mp4")
-    assert len(shots) == 30 and shots[0].shape == (210, 160, 3)
+    assert len(shots) == 60 and shots[0].shape == (210, 160, 3)
     blue, green, red = shots[-1].astype(int).mean((0, 1))
     assert red > green > blue + 20  # the brown field
+    small = [cv2.resize(cv2.cvtColor(shot, cv2.COLOR_BGR2GRAY), (84, 84)) for shot in shots]
+    apart = [np.abs(gray - obs).mean() for gray, obs in zip(small, played[1:], strict=False)]
+    assert max(apart) - min(apart) < 0.1  # the film is of the game that is played, sticky actions and all
 
 
 def test_what_cannot_be_filmed_is_refused_before_training(ppo, capsys):
@@ -358,6 +370,27 @@ def test_what_cannot_be_filmed_is_refused_before_training(ppo, capsys):
     with pytest.raises(ppo.UsageError):
         ppo.train(args)
     assert not Path("run/checkpoint.pt").exists()
+
+
+def test_a_window_shows_the_first_episode(ppo, monkeypatch):
+    shown = []
+    monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
+    monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
+    ppo.train(tiny(ppo, env_id="probe_envs:Ones-v0", env_kwargs={}, total_timesteps=64))
+    assert call_main(ppo, "--evaluate", "run", "--render") == 0
+    assert shown == [("probe_envs:Ones-v0", (48, 64, 3)), 50] * 10 and not Path("run/videos").exists()
+
+
+def test_films_without_a_display_ask_mujoco_for_egl(ppo, monkeypatch, capsys):
+    monkeypatch.delenv("DISPLAY", raising=False)
+    monkeypatch.delenv("MUJOCO_GL", raising=False)
+    ppo.set_up(tiny(ppo))
+    assert "MUJOCO_GL" not in os.environ
+    ppo.set_up(tiny(ppo, capture_video=True))
+    assert os.environ.pop("MUJOCO_GL") == "egl" and "egl" in capsys.readouterr().out
+    monkeypatch.setenv("MUJOCO_GL", "osmesa")
+    ppo.set_up(tiny(ppo, capture_video=True))
+    assert os.environ["MUJOCO_GL"] == "osmesa"
 
 
 # --------------------------------------------------------------------------------------------------- the run
@@ -379,6 +412,66 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint_and_every_row_once(ppo):
     assert progress("killed") == progress("whole") and equal(parts("killed"), parts("whole"))
 
 
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "moment", ["half a file", "before the move", "after the move", "half a row", "a row more"]
+)
+def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, moment):
+    """In the middle of the second checkpoint, of step 128, or of the row of step 192."""
+    saves, torch_save, move, log = [], torch.save, Path.replace, ppo.Run.log
+
+    def save(state, file):
+        saves.append("optimizer" in state)
+        if moment == "half a file" and sum(saves) == 2:
+            file.write(b"half"), file.flush(), die()
+        torch_save(state, file)
+
+    def replace_file(path, target):
+        second = target.name == "checkpoint.pt" and sum(saves) == 2
+        second and moment == "before the move" and die()
+        move(path, target)
+        second and moment == "after the move" and die()
+
+    def log_row(run, metrics):
+        if moment == "half a row" and run.env_steps == 192:
+            with run.progress.open("a") as file:
+                file.write('{"step": 192, "sec')
+            die()
+        log(run, metrics)
+        run.env_steps == 192 and (run.writer.flush(), die())
+
+    def killed():
+        torch.save, Path.replace, ppo.Run.log = save, replace_file, log_row
+        ppo.train(tiny(ppo))
+
+    assert wait(fork(killed)) == -signal.SIGKILL
+    assert checkpoint()["run"]["env_steps"] == (0 if moment in ("half a file", "before the move") else 128)
+    for events in Path("run").glob("events.*"):  # TensorBoard sorts them by the second in their name
+        events.rename(events.with_name(re.sub(r"\d+", "1", events.name, count=1)))
+    ppo.train(ppo.parse_args(["--resume", "run"]))
+    ppo.train(tiny(ppo, "whole"))
+    assert progress() == progress("whole") and points() == points("whole") and equal(parts(), parts("whole"))
+    assert not list(Path("run").glob("*.part"))
+
+
+def test_environments_in_processes_give_the_same_numbers(ppo):
+    ppo.train(tiny(ppo, "sync"))
+    ppo.train(tiny(ppo, "async", async_envs=True))
+    assert progress("sync") == progress("async") and equal(parts("sync"), parts("async"))
+
+
+def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo):
+    args = tiny(ppo, env_id="probe_envs:Slow-v0", async_envs=True, total_timesteps=3000)
+    pid = fork(lambda: os.setsid() or sys.exit(call_main(ppo, *flags(args))))
+    while not Path("run/progress.jsonl").exists() or len(progress()) < 3:
+        time.sleep(0.05)
+    os.killpg(pid, signal.SIGINT)
+    assert wait(pid) == 130 and checkpoint()["run"]["env_steps"] > 0
+
+
 def test_a_second_signal_stops_at_once(ppo):
     args = tiny(ppo, total_timesteps=10**6)
     args.env_kwargs |= dict(signal="SIGINT", after=100, times=2)
@@ -393,20 +486,20 @@ def test_training_in_python_gives_signals_back(ppo):
 
 
 def test_a_full_disk_ends_the_run_in_one_line_with_the_last_checkpoint_whole(ppo, capsys, monkeypatch):
-    fsync, count = os.fsync, []
+    save = ppo.Run.checkpoint
 
-    def full(fd):
-        count.append(fd)
-        if len(count) > 8:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        fsync(fd)
+    def fill_disk_and_save(run):
+        if run.env_steps > 128:
+            os.symlink("/dev/full", "run/checkpoint.part")
+        save(run)
 
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(ppo.Run, "checkpoint", fill_disk_and_save)
     assert call_main(ppo, *flags(tiny(ppo))) == 1
     err = capsys.readouterr().err
     assert "No space left" in err and "Traceback" not in err
-    assert 0 < checkpoint()["run"]["env_steps"] < 384
-    monkeypatch.setattr(os, "fsync", fsync)
+    assert checkpoint()["run"]["env_steps"] == 128
+    monkeypatch.setattr(ppo.Run, "checkpoint", save)
+    os.remove("run/checkpoint.part")
     ppo.train(ppo.parse_args(["--resume", "run"]))
 
 
@@ -456,6 +549,28 @@ def test_a_finished_run_has_nothing_left_to_do(ppo):
     assert progress() == rows
 
 
+def test_best_is_the_model_with_the_best_evaluation(ppo, monkeypatch):
+    marks, evaluate = iter([1.0, 3.0, 2.0, 3.0]), ppo.evaluate
+
+    def graded(*args):
+        returns, metrics = evaluate(*args)
+        return np.full_like(returns, next(marks)), metrics
+
+    monkeypatch.setattr(ppo, "evaluate", graded)
+    ppo.train(tiny(ppo))
+    best, later = (checkpoint("run", name)["agent"] for name in ("models/128.pt", "models/384.pt"))
+    assert equal(checkpoint("run", "best.pt")["agent"], best) and not equal(best, later)
+    assert checkpoint()["run"]["best"] == 3
+
+
+def test_evaluate_writes_nothing(ppo):
+    ppo.train(tiny(ppo))
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    returns = ppo.train(ppo.parse_args(["--evaluate", "run"]))
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert returns.tolist() == checkpoint()["run"]["returns"]  # of the last evaluation of the training
+
+
 def test_due_is_true_once_for_each_multiple(ppo):
     run = object.__new__(ppo.Run)
     run.args, run.signal, run.best, run.saved_at = replace(tiny(ppo), total_timesteps=10**6), 0, 0.0, -1
@@ -467,17 +582,19 @@ def test_due_is_true_once_for_each_multiple(ppo):
     assert not run.due(0)
 
 
-def test_tensorboard_has_every_row(ppo):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+def points(run_dir="run") -> dict[str, list]:
+    """All that TensorBoard would show, without what a clock measured."""
+    events = EventAccumulator(str(run_dir), size_guidance={"scalars": 0}).Reload()
+    names = [name for name in events.Tags()["scalars"] if not name.startswith("speed/")]
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in names}
 
+
+def test_tensorboard_has_every_row(ppo):
     ppo.train(tiny(ppo))
-    events = EventAccumulator("run", size_guidance={"scalars": 0})
-    events.Reload()
-    for name in ("loss/policy", "eval/return_mean", "train/episode_return"):
-        shown = [(event.step, event.value) for event in events.Scalars(name)]
+    assert points().keys() == {name for row in progress() for name in row} - {"step"}
+    for name, curve in points().items():
         rows = [(row["step"], row[name]) for row in progress() if name in row]
-        assert [step for step, _ in shown] == [step for step, _ in rows]
-        assert [value for _, value in shown] == pytest.approx([value for _, value in rows], rel=1e-5)
+        assert np.allclose(curve, rows, rtol=1e-5)
 
 
 def test_wandb_is_one_call(ppo, monkeypatch):
