@@ -11,7 +11,8 @@ Differences from the paper:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
  2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
  3. The squared errors of the critics carry no factor 1/2.
- 4. Discrete actions (Christodoulou 2019, arXiv 1910.07207): expectations over a are sums over all actions.
+ 4. Discrete actions (Christodoulou 2019, arXiv 1910.07207): expectations over a are sums over all actions,
+    and H is log(n) / 2 in place of 0.98 log(n), which is nearly uniform where there are few choices.
  5. On request n-step targets, without the entropies of the steps between, and CAPS (Mysore et al. 2021, arXiv
     2012.06644); images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 

@@ -54,9 +54,6 @@ class OnDevice(torch.Tensor):
     def tolist(self):
         return self.cpu().tolist()
 
-    def __repr__(self, **_):
-        return f"OnDevice({self.host})"
-
     def set_data(self, other):
         self.host = other.host
         torch.Tensor.data.__set__(self, other)
@@ -148,10 +145,6 @@ class Gpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        if torch.is_inference_mode_enabled() and func._can_decompose():  # elsewhere autograd took it apart
-            with self:
-                if (out := func.decompose(*args, **kwargs)) is not NotImplemented:
-                    return out
         op = func.overloadpacket
         given = tensors((args, kwargs))
         here, host = ([x for x in given if isinstance(x, OnDevice) == on] for on in (True, False))
@@ -216,9 +209,7 @@ class Gpu(TorchDispatchMode):
                 self.written[memory(x)] = self.stream, self.clock
         if written and isinstance(out, torch.Tensor):
             return written[0]
-        normal = torch.is_inference_mode_enabled() and func.is_view and not here[0].is_inference()
-        with torch.inference_mode(False) if normal else contextlib.nullcontext():
-            return change(out, lambda x: OnDevice(x, device))
+        return change(out, lambda x: OnDevice(x, device))
 
     def check_index(self, x, indices, value) -> None:
         on = lambda y: isinstance(y, OnDevice)
@@ -313,11 +304,11 @@ GPU.start("")
 
 
 def load(path: Path, source: str | None = None):
-    """The script, or another text in its place, as a module with vgpu for cuda."""
+    """The script, or another text in its place, as a module with vgpu for cuda and without inference mode."""
     script = types.ModuleType(path.stem)
     script.__file__ = str(path)
     sys.modules[path.stem] = script
-    text = (source or path.read_text()).replace("cuda", "vgpu")
+    text = (source or path.read_text()).replace("cuda", "vgpu").replace("inference_mode()", "no_grad()")
     exec(compile(text, str(path), "exec"), vars(script))
     return script
 

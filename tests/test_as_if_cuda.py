@@ -110,7 +110,9 @@ def problems(case: str, compile: bool, device="vgpu", steps=None, change=lambda 
         found += [f"race: {line}" for line in gpu.races] + [f"frozen: {line}" for line in gpu.frozen]
         if compile and gpu.replays <= 8 and steps is None:
             found.append(f"{gpu.replays} replays")
-        waits = {line: n for line, n in gpu.waits.items() if not PAUSES & set(re.findall(r"\w+(?=:\d)", line))}
+        waits = {
+            line: n for line, n in gpu.waits.items() if not PAUSES & set(re.findall(r"\w+(?=:\d)", line))
+        }
         updates = [line for line in waits if re.search(r"\bupdate\w*:\d", line) and name != "trpo"]
         found += [f"wait in an update: {line}" for line in updates]
         if sum(waits.values()) > got[0]["run"]["env_steps"] / 2 + more_waits:
@@ -168,7 +170,7 @@ MISTAKES = {
     "capture of the batch that is given": ("ppo", "self.update(self.batch, self.rows)", "self.update(batch, rows)", "differs"),
     "rows stay": ("ppo", "self.rows.copy_(rows)", "pass", "state differs"),
     "rollout stays": ("ppo", "if batch is not self.source", "if self.source is None", "state differs"),
-    "metrics overwritten": ("ppo", CLONE + "metrics", "{name: x for name, x in self.metrics", "log differs"),
+    "metrics overwritten": ("ppo", "x.clone() for name, x in self.m", "x for name, x in self.m", "log differs"),
     "side stream too early": ("ppo", "self.stream.wait_stream(torch.cuda.current_stream())", "pass", "race: a stream"),
     "main stream too early": ("a2c", "torch.cuda.current_stream().wait_stream(self.stream)", "pass", "race: a stream"),
     "first GPU's stream": ("ppo", "torch.cuda.set_device(device)", "pass", "on a stream of device 0"),
@@ -177,7 +179,7 @@ MISTAKES = {
     "pageable memory": ("ppo", SEND, "tensor.to(device)", "too many waits"),
     "actions not waited for": ("ppo", ACT, 'choose(pi, greedy).to("cpu", non_blocking=True).numpy()', "race: read"),
     "actions left there": ("ppo", ACT, "choose(pi, greedy).numpy()", "can't convert cuda"),
-    "normalizer in new memory": ("ppo", "self" + NORM, "self.mean = self.mean.lerp(mean, share)", "state differs"),
+    "normalizer in new memory": ("ppo", "self.mean.lerp_(mean, share)", "self.mean = self.mean.lerp(mean, share)", "state differs"),
     "normalizer on the host": ("ppo", "len(x) / self.count", "len(x) / self.count.item()", "wait in an update"),
     "gradients in another layout": ("ppo, image", "optimizer.step()",
                                     "[setattr(p, 'grad', p.grad.contiguous()) for p in agent.parameters()]; optimizer.step()",

@@ -1,7 +1,9 @@
 """What every script promises, whatever it learns: runs, resumes, stops and stands alone."""
 
+import ast
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -11,20 +13,17 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import (
-    NAMES,
-    call_main,
-    checkpoint,
-    command,
-    equal,
-    flags,
-    fork,
-    has,
-    load_script,
-    parts,
-    progress,
-)
-from conftest import tiny, wait
+from conftest import ALGOS, NAMES, ROOT, call_main, checkpoint, command, equal, flags, fork, has, load_script
+from conftest import parts, progress, tiny, wait
+
+EPISODIC = ("reinforce", "es")  # they play whole episodes, so an environment has to end
+FAMILIES = {"mujoco": "HalfCheetah-v5", "atari": "ALE/Pong-v5", "toy_text": "Taxi-v4"}
+
+
+def probe(script, name: str, **kwargs) -> dict:
+    """Fields for an environment of probe_envs, with actions that the script can take."""
+    actions = {"actions": "box"} if script.__name__ in ("ddpg_td3", "sac") else {}
+    return dict(env_id=f"probe_envs:{name}-v0", env_kwargs=actions | kwargs)
 
 
 def test_a_run_leaves_what_the_readme_says(script):
@@ -53,23 +52,19 @@ def test_the_seed_decides_all(script):
 
 def test_killed_and_resumed_equals_uninterrupted_and_not_a_cold_start(script):
     script.train(tiny(script, "whole"))
-    seen = []
+    log = script.Run.log
 
-    def stop_early():
-        log = script.Run.log
+    def log_and_die(run, metrics):
+        log(run, metrics)
+        if run.env_steps > run.saved_at > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-        def log_and_die(self, metrics):
-            log(self, metrics)
-            seen.append(self.env_steps)
-            if self.env_steps >= 256 and self.saved_at > 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
+    def killed():
         script.Run.log = log_and_die
         script.train(tiny(script, "killed"))
 
-    assert wait(fork(stop_early)) == -signal.SIGKILL
-    saved = checkpoint("killed")["run"]["env_steps"]
-    assert 0 < saved < 384 + 256
+    assert wait(fork(killed)) == -signal.SIGKILL
+    assert 0 < checkpoint("killed")["run"]["env_steps"] < progress("killed")[-1]["step"] < 384
     script.train(script.parse_args(["--resume", "killed"]))
     assert equal(parts("whole"), parts("killed"))
     assert progress("whole") == progress("killed")
@@ -88,7 +83,7 @@ def test_a_signal_saves_and_says_how_to_go_on(script, number, phase, after, tmp_
     assert "--resume run" in out.read_text()
     steps = checkpoint()["run"]["env_steps"]
     resumed = script.parse_args(["--resume", "run", "--env-kwargs", json.dumps(tiny(script).env_kwargs)])
-    assert steps < 3000 and len(script.train(resumed)) == 2
+    assert 100 < steps < 384 and len(script.train(resumed)) == 2
     assert checkpoint()["run"]["env_steps"] >= 384
 
 
@@ -121,55 +116,104 @@ def test_evaluate_prints_all_statistics(script, capsys):
         assert word in out
 
 
-def test_every_tuned_entry_makes_valid_arguments(script):
-    families = {"mujoco": "HalfCheetah-v5", "atari": "ALE/Pong-v5", "toy_text": "Taxi-v4"}
-    for key in script.TUNED:
-        args = script.make_args(families.get(key, key), device="cpu")
-        script.set_up(args)
-        for name, value in script.TUNED[key].items():
-            assert getattr(args, name) == value
+def test_every_tuned_entry_is_valid_and_starts(script, monkeypatch):
+    class Started(Exception):
+        pass
+
+    def run(args, *_, **__):
+        raise Started
+
+    monkeypatch.setattr(script, "Run", run)  # comes after all checks, environments, networks and buffers
+    small = dict(device="cpu", buffer_size=2000) if has(script, "buffer_size") else dict(device="cpu")
+    for key, values in script.TUNED.items():
+        args = script.make_args(FAMILIES.get(key, key), **small)
+        assert all(getattr(args, name) == value for name, value in values.items() if name not in small)
+        with pytest.raises(Started):
+            script.train(args)
 
 
-def test_no_transition_joins_two_episodes_and_returns_are_true(script):
-    if script.__name__ in ("q_learning", "es"):
-        pytest.skip("they learn from a vector of indices, and from returns alone")
-    actions = "box" if script.__name__ in ("ddpg_td3", "sac") else "discrete"
-    args = tiny(script, env_id="probe_envs:Boundary-v0", env_kwargs={"actions": actions}, normalize_obs=False)
-    script.train(replace(args, checkpoint_every=0))
-    truth = {
-        number: [probe_envs.boundary_return(number, episode) for episode in range(200)]
-        for number in range(100)
-    }
-    rows = [row for row in progress() if "train/episode_return" in row]
-    assert rows
-    low, high = min(map(min, truth.values())), max(map(max, truth.values()))
-    assert all(low <= row["train/episode_return"] <= high for row in rows)
-    assert all(3 <= row["train/episode_length"] <= 9 for row in rows)
-    counted = checkpoint()["run"]["env_steps"]
-    assert counted == sum(not step[0] for step in probe_envs.Boundary.steps)  # every step simulated, once
+def test_steps_and_episodes_are_counted_as_they_happened(script):
+    """Each row tells the mean of the episodes that ended since the row before; no checkpoint joins two."""
+    script.train(tiny(script, **probe(script, "Boundary")))
+    at, ended = 0, []
+    for evaluates, number, episode, t, _, _ in probe_envs.Boundary.steps:
+        at += not evaluates
+        if not evaluates and t == probe_envs.boundary_length(number, episode):
+            ended.append((at + at % 2, probe_envs.boundary_return(number, episode), t))  # two step together
+    assert at == checkpoint()["run"]["env_steps"] and len(ended) > 20
+    for row in progress():
+        now = [episode[1:] for episode in ended if episode[0] <= row["step"]]
+        ended = ended[len(now) :]
+        told = row.get("train/episode_return"), row.get("train/episode_length")
+        assert told == (pytest.approx(np.mean(now, axis=0)) if now else (None, None))
+
+
+def test_checkpoints_count_the_steps_of_each_environment(script, monkeypatch):
+    """With many environments episodes would never finish else: each checkpoint cuts them."""
+    at, save = [], script.Run.checkpoint
+    monkeypatch.setattr(script.Run, "checkpoint", lambda run: at.append(run.env_steps) or save(run))
+    many = dict(num_envs=4, num_steps=16, episodes_per_update=4, eval_every=0, total_timesteps=1024)
+    script.train(tiny(script, **many))
+    assert [steps // 256 for steps in at] == [0, 1, 2, 3, 4]
+
+
+def test_a_normalizer_sees_what_is_acted_from(script):
+    """Also the observations of resets, and no final one."""
+    if not has(script, "normalize_obs"):
+        pytest.skip("has no normalizer")
+    script.train(tiny(script, **probe(script, "Boundary"), num_envs=1, episodes_per_update=1))
+    steps = [step for step in probe_envs.Boundary.steps if not step[0]]
+    seen = np.array([[number, episode, t - 1, 0] for _, number, episode, t, _, _ in steps], dtype=float)
+    agent = checkpoint()["agent"]
+    assert agent["obs_norm.mean"].dtype == agent["obs_norm.var"].dtype == torch.float64
+    assert np.allclose(agent["obs_norm.mean"], seen.mean(0)) and np.allclose(
+        agent["obs_norm.var"], seen.var(0)
+    )
+
+
+def test_rewards_are_logged_as_the_environment_gave_them(script):
+    options = dict(clip_reward=True, reward_scale=0.5, n_step=3, normalize_reward=True)
+    script.train(tiny(script, **probe(script, "Ones", pay=3.0), **options))
+    rows = [row for row in progress() if "reward/mean" in row]
+    assert rows and all(row["reward/mean"] == row.get("reward/max", 3.0) == 3.0 for row in rows)
+    assert {row["train/episode_return"] for row in progress() if "train/episode_return" in row} == {30.0}
+
+
+def test_masks_are_obeyed_or_refused_by_name(script):
+    args = tiny(script, env_id="probe_envs:Masked-v0", env_kwargs={}, total_timesteps=640)
+    try:
+        script.train(args)  # an illegal action is an error of the environment
+    except script.UsageError as error:
+        assert "mask" in str(error) or "Discrete" in str(error)
+
+
+def test_environments_in_processes_give_the_same_numbers(script):
+    script.train(tiny(script, "sync"))
+    script.train(tiny(script, "async", async_envs=True))
+    assert progress("sync") == progress("async") and equal(parts("sync"), parts("async"))
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in EPISODIC])
+def test_an_environment_that_never_ends_trains_and_is_evaluated(name):
+    script = load_script(name)
+    returns = script.train(tiny(script, **probe(script, "Endless"), eval_max_steps=50))
+    assert returns.tolist() == [50, 50]
 
 
 @pytest.mark.parametrize("what", ["observation", "reward"])
 def test_a_number_that_is_not_finite_stops_by_name(script, what, capsys):
     if script.__name__ == "q_learning" and what == "observation":
         pytest.skip("a grid has no NaN")
-    actions = "box" if script.__name__ in ("ddpg_td3", "sac") else "discrete"
-    args = tiny(script, env_id="probe_envs:Broken-v0", env_kwargs=dict(actions=actions, what=what, after=250))
-    if script.__name__ == "q_learning":
-        args = replace(args, obs_low=(-5.0,), obs_high=(5.0,)) if has(script, "obs_low") else args
-    assert call_main(script, *flags(replace(args, total_timesteps=2000))) == 1
+    args = tiny(script, **probe(script, "Broken", what=what, after=250), total_timesteps=2000)
+    assert call_main(script, *flags(args)) == 1
     assert "not finite" in capsys.readouterr().err
     saved = checkpoint()
     assert all(torch.isfinite(x).all() for x in saved["agent"].values() if x.is_floating_point())
 
 
 def test_an_environment_of_the_user_keeps_its_traceback(script):
-    actions = "box" if script.__name__ in ("ddpg_td3", "sac") else "discrete"
-    args = tiny(script, env_id="probe_envs:Raises-v0", env_kwargs={"actions": actions})
-    if script.__name__ == "q_learning":
-        args = replace(args, obs_low=(-5.0,), obs_high=(5.0,)) if has(script, "obs_low") else args
     with pytest.raises(KeyError, match="a bug of the user"):
-        call_main(script, *flags(args))
+        call_main(script, *flags(tiny(script, **probe(script, "Raises"))))
 
 
 def test_what_is_loaded_in_python_acts_as_the_run_does(script):
@@ -194,3 +238,26 @@ def test_speed_of_a_second_start_is_not_counted_twice(script):
     script.train(args)
     assert checkpoint()["run"]["seconds"] >= before
     assert [row["step"] for row in progress()] == sorted(row["step"] for row in progress())
+
+
+def packages(text: str) -> set[str]:
+    return {re.match(r"[\w-]+", line)[0] for line in text.splitlines() if line and line[0] not in "#-"}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_script_lists_the_packages_that_it_imports_and_nothing_of_the_project(name):
+    source = (ALGOS / f"{name}.py").read_text()
+    block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", source, re.M)[1]
+    assert 'requires-python = ">=3.10"' in block
+    listed = re.findall(r'"([^"]+)"', block.partition("dependencies")[2])
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add("tensorboard" if "tensorboard" in node.module else node.module)
+    if "ale_py" in source:  # imported only where it is needed
+        names.add("ale-py")
+    top = {name.split(".")[0].replace("cv2", "opencv-python") for name in names} - sys.stdlib_module_names
+    assert top == packages("\n".join(listed))
+    assert top <= packages((ROOT / "requirements.txt").read_text())

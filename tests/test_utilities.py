@@ -193,11 +193,6 @@ def test_a_mask_that_is_given_only_sometimes_is_refused(ppo, capsys, at_reset):
     assert "action_mask" in capsys.readouterr().err
 
 
-def test_an_environment_that_never_ends_trains_and_is_evaluated(ppo):
-    args = tiny(ppo, env_id="probe_envs:Endless-v0", env_kwargs={}, eval_max_steps=50)
-    assert (ppo.train(args) == 50).all()
-
-
 def test_to_tensor_gives_float32(ppo):
     for array in (np.zeros(3), np.zeros(3, dtype=bool), np.zeros(3, dtype=np.float32)):
         assert ppo.to_tensor(array, CPU).dtype == torch.float32
@@ -455,12 +450,6 @@ def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, mo
     ppo.train(tiny(ppo, "whole"))
     assert progress() == progress("whole") and points() == points("whole") and equal(parts(), parts("whole"))
     assert not list(Path("run").glob("*.part"))
-
-
-def test_environments_in_processes_give_the_same_numbers(ppo):
-    ppo.train(tiny(ppo, "sync"))
-    ppo.train(tiny(ppo, "async", async_envs=True))
-    assert progress("sync") == progress("async") and equal(parts("sync"), parts("async"))
 
 
 def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo):
