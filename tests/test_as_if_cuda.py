@@ -7,7 +7,6 @@ bit for bit, with a graph and without one, and may wait only where it says so.
 import os
 import pickle
 import re
-import signal
 import warnings
 from functools import cache
 from pathlib import Path
