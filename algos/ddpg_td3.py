@@ -166,8 +166,9 @@ def train(args: Args) -> np.ndarray:
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
     actor_lr, critic_lr = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr))
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
+    graph = args.compile and device.type == "cuda"
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
     actor_optimizer.param_groups[0]["weight_decay"] = args.actor_weight_decay
     critic_optimizer.param_groups[0]["weight_decay"] = args.critic_weight_decay
     buffer = ReplayBuffer(args, *spaces, device)
@@ -204,7 +205,6 @@ def train(args: Args) -> np.ndarray:
         polyak_update(agent.critic, agent.target_critic, args.tau)
         return {"loss/actor": loss.detach(), "grad/actor_norm": grad_norm}
 
-    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -724,7 +724,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
         render = {"render_mode": "rgb_array"} if show and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)

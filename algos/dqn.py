@@ -122,8 +122,8 @@ class Args:
 def td_target(reward, discount, target_q_values, q_values=None):
     """y = R + gamma^k Q'(s_{t+k}, a*), all (B,): R is the discounted sum of the k rewards before s_{t+k}.
 
-    discount is gamma^k, or 0 where s_{t+k} is terminal. The values of all actions in s_{t+k} are (B, A):
-    target_q_values Q' of the target network, whose argmax a* is; with q_values of the online network theirs.
+    discount is gamma^k, or 0 where s_{t+k} is terminal. target_q_values (B, A) are Q' of all actions, and a* is
+    their argmax. In double DQN the online network chooses: a* is the argmax of its q_values (B, A).
     """
     best = (target_q_values if q_values is None else q_values).argmax(dim=1, keepdim=True)
     return reward + discount * target_q_values.gather(1, best).squeeze(1)
@@ -536,7 +536,8 @@ class FrameBuffer:
 
 # From RL Baselines3 Zoo's dqn.yml; own trials changed CartPole, MountainCar and LunarLander. Atari: CleanRL.
 TUNED = {
-    "CartPole-v1": dict(learning_rate=2.3e-3, train_every=256, updates_per_train=128, target_update_every=10),
+    "CartPole-v1": dict(n_step=3, train_every=4, updates_per_train=2, target_update_every=250,
+                        hidden_sizes=(128, 128)),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
                        train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
                        epsilon_end=0.1),
@@ -771,7 +772,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
         render = {"render_mode": "rgb_array"} if show and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)

@@ -502,7 +502,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
         render = {"render_mode": "rgb_array"} if show and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)

@@ -159,9 +159,10 @@ def train(args: Args) -> np.ndarray:
         return Run(args, args.num_envs, agent=agent).evaluate()
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device)
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device)
+    graph = args.compile and device.type == "cuda"
+    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
     target_entropy = args.target_entropy
     if target_entropy is None:
@@ -207,7 +208,6 @@ def train(args: Args) -> np.ndarray:
             "policy/alpha": alpha, "policy/entropy": entropy,
         }  # fmt: skip
 
-    graph = args.compile and device.type == "cuda"
     learn_critic = BatchGraph(update_critic) if graph else update_critic
     learn_actor = BatchGraph(update_actor) if graph else update_actor
     run = Run(
@@ -731,7 +731,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
     playing, t = np.ones(n, dtype=bool), 0
     agent.eval()
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
         render = {"render_mode": "rgb_array"} if show and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)

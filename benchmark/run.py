@@ -1,6 +1,8 @@
-"""Trains the cells of a suite, each seed in its own process, and writes what came out as tidy CSV files.
+"""Trains a suite or any script, each seed in its own process, and writes what came out as tidy CSV files.
 
     python benchmark/run.py --suite ppo --jobs 2
+    python benchmark/run.py --script my.py --env-id CartPole-v1 --seeds 3
+    python benchmark/run.py --script my.py --env-id CartPole-v1 --variant slow --args="--learning-rate 1e-4"
 
 What is done is skipped and what was cut short goes on, so the command may be killed and given again at any
 time. Columns, files and traps: benchmark/README.md.
@@ -193,16 +195,20 @@ def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     same |= {name: environment[name] for name in ("torch", "gymnasium", "numpy", "device")}
     same |= dict(python=environment["python"].split()[0], cpu=record["cpu"], cores=record["cores"])
     same |= dict(git_commit=" ".join(record["commits"]), command=shlex.join(["python", *record["command"]]))
+    same["eval_episodes"] = json.loads((folder / "args.json").read_text())["eval_episodes"]
     log = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
-    episodes = json.loads((folder / "args.json").read_text())["eval_episodes"]
-    rows = []
-    for line in log:
+    middle = lambda speeds: round(statistics.median(speeds), 1) if speeds else ""
+    rows, speeds, new_speeds = [], [], []
+    for before, line in zip([log[0], *log], log, strict=False):
         if "eval/return_mean" in line:
             scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
-            at = dict(step=line["step"], wall_time=round(line["seconds"], 3), eval_episodes=episodes)
-            speed = round(line["speed/steps_per_second"], 1)
-            rows.append(same | at | scores | dict(kind="curve", steps_per_second=speed))
-    return [*rows, rows[-1] | {"kind": "final"} | record["final"]]
+            at = dict(kind="curve", step=line["step"], wall_time=round(line["seconds"], 3))
+            rows.append(same | at | scores | {"steps_per_second": middle(new_speeds)})
+            new_speeds = []
+        elif line["step"] > before["step"]:  # without the time of an evaluation
+            new_speeds.append((line["step"] - before["step"]) / (line["seconds"] - before["seconds"]))
+            speeds.append(new_speeds[-1])
+    return [*rows, rows[-1] | {"kind": "final", "steps_per_second": middle(speeds)} | record["final"]]
 
 
 # -------------------------------------------------------------------------------------------------- all seeds
@@ -270,17 +276,24 @@ def write_rows(rows: list[dict], results: Path) -> None:
     part.replace(path)
 
 
+def iqm(scores: list[float]) -> float:
+    """Interquartile mean: of the middle half; a score that straddles a quartile counts in part."""
+    n = len(scores)
+    inside = [max(0.0, min(i + 1, 0.75 * n) - max(i, 0.25 * n)) for i in range(n)]
+    return sum(a * x for a, x in zip(inside, sorted(scores), strict=True)) / sum(inside)
+
+
 def summary(finals: dict[Cell, list[float]]) -> str:
-    """The table cell | final mean over seeds | bar | reached."""
-    lines = [("cell", "seeds", "final mean ± std over seeds", "bar", "reached")]
+    """A table of the final means of the seeds of each cell, and whether their mean reaches the bar."""
+    lines = [("cell", "seeds", "mean ± std over seeds", "IQM", "worst seed", "bar", "reached")]
     for cell, means in finals.items():
-        mean = statistics.mean(means) if means else float("nan")
-        spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
-        bar, reached = (
-            ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if mean >= cell.bar else "no")
-        )
-        name = f"{cell.name} {cell.env_id} {cell.steps:,}"
-        lines.append((name, str(len(means)), f"{mean:.1f}{spread}" if means else "-", bar, reached))
+        scores = ["-"] * 3
+        if means:
+            spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
+            scores = [f"{statistics.mean(means):.1f}{spread}", f"{iqm(means):.1f}", f"{min(means):.1f}"]
+        reached = means and cell.bar is not None and statistics.mean(means) >= cell.bar
+        bar = ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if reached else "no")
+        lines.append((f"{cell.name} {cell.env_id} {cell.steps:,}", str(len(means)), *scores, *bar))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         " | ".join(x.ljust(width) for x, width in zip(line, widths, strict=True)).rstrip() for line in lines
@@ -295,9 +308,9 @@ def main() -> int:
     what.add_argument("--suite", choices=SUITES, help="the cells to run (benchmark/suites.py)")
     what.add_argument("--script", type=Path, help="any script to train and table; needs --env-id")
     parser.add_argument("--env-id", help="with --script: the environment")
-    parser.add_argument(
-        "--steps", type=int, help="with --script: steps of training; default: the script's own"
-    )
+    parser.add_argument("--steps", type=int, help="with --script: steps to train; default: the script's own")
+    parser.add_argument("--args", type=shlex.split, default=[], help="with --script: arguments of the script")
+    parser.add_argument("--variant", default="", help="with --args: a name for them")
     parser.add_argument("--algos", nargs="+", help="only these algorithms of the suite, as dqn or dqn-4_step")
     parser.add_argument("--envs", nargs="+", help="only these environments of the suite")
     parser.add_argument("--seeds", type=int, help="seeds 1 to N; default: what the suite says of each cell")
@@ -308,11 +321,13 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
     args = parser.parse_args()
     if args.script:
-        if not args.env_id or not args.script.is_file():
-            parser.error("--script is a file and needs --env-id")
+        if not args.env_id or not args.script.is_file() or bool(args.args) != bool(args.variant):
+            parser.error("--script is a file and needs --env-id; --args and --variant go together")
         path = args.script.resolve()
         steps = args.steps or load_script(path.stem, path).make_args(args.env_id).total_timesteps
-        cells = [Cell(path.stem, args.env_id, steps, seeds=3, script=shown(path))]
+        cells = [
+            Cell(path.stem, args.env_id, steps, 3, None, tuple(args.args), args.variant, script=shown(path))
+        ]
     else:
         cells = SUITES[args.suite]
     for option, keys in (
@@ -321,8 +336,7 @@ def main() -> int:
     ):
         known, wanted = set().union(*map(keys, cells)), set(getattr(args, option) or ())
         if wanted - known:
-            has = f"suite {args.suite} has {' '.join(sorted(known))}"
-            parser.error(f"--{option} {' '.join(sorted(wanted - known))}: {has}")
+            parser.error(f"--{option} {' '.join(sorted(wanted - known))}: there is {' '.join(sorted(known))}")
         cells = [cell for cell in cells if not wanted or keys(cell) & wanted]
     if min(args.jobs, args.final_episodes, 1 if args.seeds is None else args.seeds) < 1:
         parser.error("--jobs, --seeds and --final-episodes must be at least 1")

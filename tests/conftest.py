@@ -31,7 +31,8 @@ NAMES = sorted(path.stem for path in ALGOS.glob("*.py"))
 TINY = dict(
     device="cpu", total_timesteps=384, eval_every=128, checkpoint_every=64, eval_episodes=2, num_envs=2,
     num_steps=32, update_epochs=2, value_epochs=2, num_minibatches=2, batch_size=16, buffer_size=400,
-    learning_starts=64, train_every=16, hidden_sizes=(8,), normalize_obs=True, normalize_reward=True,
+    learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
+    normalize_reward=True,
     population=4, log_every=64, episodes_per_update=2,
 )  # fmt: skip
 

@@ -129,7 +129,10 @@ class Boxes(Probe):
 
 
 class Masked(Probe):
-    """Three actions of which one or two are legal, others at each step. Pays 1 for the highest legal one."""
+    """Three actions of which one or two are legal, others at each step. Pays 1 for the highest legal one.
+
+    Neighbours in a vector have episodes of 8 and of 9 steps.
+    """
 
     def __init__(self, render_mode: str | None = None):
         super().__init__(render_mode=render_mode)
@@ -151,7 +154,8 @@ class Masked(Probe):
             raise ValueError(f"action {action} is illegal at time {self.t}, the mask is {mask}")
         self.t += 1
         reward = float(action == np.flatnonzero(mask)[-1])
-        return self.observe(), reward, False, self.t == 8, {"action_mask": self.mask()}
+        end = self.t == 8 + (self.first_seed or 0) % 2
+        return self.observe(), reward, False, end, {"action_mask": self.mask()}
 
 
 def spaces_observations() -> dict[str, gym.Space]:

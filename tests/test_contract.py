@@ -74,7 +74,7 @@ def test_killed_and_resumed_equals_uninterrupted_and_not_a_cold_start(script):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("phase, after", [("rollout", 200), ("evaluation", 60)])
+@pytest.mark.parametrize("phase, after", [("rollout", 200), ("evaluation", 30)])
 def test_a_signal_saves_and_says_how_to_go_on(script, number, phase, after, tmp_path):
     args = tiny(script)
     args.env_kwargs |= dict(signal=number.name, phase=phase, after=after)
@@ -83,7 +83,8 @@ def test_a_signal_saves_and_says_how_to_go_on(script, number, phase, after, tmp_
     assert "--resume run" in out.read_text()
     steps = checkpoint()["run"]["env_steps"]
     resumed = script.parse_args(["--resume", "run", "--env-kwargs", json.dumps(tiny(script).env_kwargs)])
-    assert 100 < steps < 384 and len(script.train(resumed)) == 2
+    assert (200 if phase == "rollout" else 0) <= steps < 384
+    assert len(script.train(resumed)) == 2
     assert checkpoint()["run"]["env_steps"] >= 384
 
 
@@ -139,7 +140,7 @@ def test_steps_and_episodes_are_counted_as_they_happened(script):
     for evaluates, number, episode, t, _, _ in probe_envs.Boundary.steps:
         at += not evaluates
         if not evaluates and t == probe_envs.boundary_length(number, episode):
-            ended.append((at + at % 2, probe_envs.boundary_return(number, episode), t))  # two step together
+            ended.append((at, probe_envs.boundary_return(number, episode), t))
     assert at == checkpoint()["run"]["env_steps"] and len(ended) > 20
     for row in progress():
         now = [episode[1:] for episode in ended if episode[0] <= row["step"]]

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import cv2
+import gymnasium as gym
 import numpy as np
 import probe_envs
 import pytest
@@ -121,13 +122,16 @@ IMAGES = {"hwc": (3, 40, 40), "chw": (3, 40, 40), "small": (4, 10, 10)}
 def test_observations_become_vectors_or_images(ppo, name):
     args = tiny(ppo, env_id="probe_envs:Spaces-v0", env_kwargs={"obs": name})
     envs = ppo.make_envs(args, 2)
-    obs, _ = envs.reset(seed=1)
+    env = gym.make(args.env_id, **args.env_kwargs)
+    (obs, _), (raw, _) = envs.reset(seed=1), env.reset(seed=1)
     space = envs.single_observation_space
     assert obs.shape == (2, *space.shape)
     if name in IMAGES:
         assert space.shape == IMAGES[name] and obs.dtype == np.uint8
+        assert np.array_equal(obs[0], raw if name == "chw" else np.moveaxis(raw, -1, 0))
     else:
         assert len(space.shape) == 1 and obs.dtype.kind == "f"
+        assert np.allclose(obs[0], gym.spaces.flatten(env.observation_space, raw))
     agent = ppo.Agent(space, envs.single_action_space, args, CPU)
     assert agent.act(obs, {}).shape == (2,)
 
@@ -163,6 +167,37 @@ def test_atari_has_sticky_actions_unless_told_otherwise(ppo):
         actions = np.random.default_rng(0).integers(0, 6, (60, 2))
         games.append([envs.step(action)[0] for action in actions][-1])
     assert np.array_equal(games[0], games[1]) and not np.array_equal(games[0], games[2])
+
+
+def test_games_of_atari_are_whole_and_rewards_are_not_clipped(ppo):
+    """No step is swallowed, also not after an end; a lost life is no end."""
+    envs, random_play, ends = ppo.make_envs(ppo.make_args("ALE/Breakout-v5"), 2), np.random.default_rng(0), 0
+    obs, info = envs.reset(seed=3)
+    while ends < 3:
+        next_obs, _, terminated, truncated, next_info = envs.step(random_play.integers(0, 4, 2))
+        done = terminated | truncated
+        frames = next_info["episode_frame_number"] - info["episode_frame_number"]
+        assert (frames[~done] == 4).all() and (0 < frames).all() and (done == (next_info["lives"] == 0)).all()
+        obs, info = ppo.reset_done(envs, info, next_obs, next_info, done)
+        assert (info["lives"][done] == 5).all()
+        ends += done.sum()
+    envs = ppo.make_envs(ppo.make_args("ALE/MsPacman-v5"), 1)
+    envs.reset(seed=3)
+    assert max(envs.step(random_play.integers(0, 9, 1))[1].max() for _ in range(400)) >= 10
+
+
+def test_an_environment_in_the_users_folder_is_found(ppo, capsys):
+    Path("my_envs.py").write_text("""
+import gymnasium as gym
+import probe_envs
+gym.register("Mine-v0", entry_point=probe_envs.Ones)
+gym.register("Bug-v0", entry_point=lambda **_: len(1))
+""")
+    args = tiny(ppo, env_id="my_envs:Mine-v0", env_kwargs={}, total_timesteps=64)
+    assert call_main(ppo, *flags(args)) == 0
+    assert Path("run/progress.jsonl").exists()
+    with pytest.raises(TypeError, match="no len"):  # its own mistakes keep their traceback
+        call_main(ppo, "--env-id", "my_envs:Bug-v0")
 
 
 @pytest.mark.parametrize("async_envs", [False, True])
@@ -206,11 +241,12 @@ def test_a_segment_depends_on_seed_and_step_alone(ppo):
         np.random.random(7), torch.rand(7), random.random()
         envs, obs, _ = ppo.start_segment(replace(args, seed=seed), env_steps)
         actions = [envs.action_space.sample().tolist() for _ in range(8)]
+        obs, *_ = envs.step(np.zeros(2, dtype=int))
         draws.append([obs.tolist(), np.random.random(), random.random(), torch.rand(1).item(), actions])
         envs.close()
     assert draws[0] == draws[1]
     for other in draws[2:]:
-        assert all(a != b for a, b in zip(draws[0][1:], other[1:], strict=True))
+        assert all(a != b for a, b in zip(draws[0], other, strict=True))
 
 
 # ----------------------------------------------------------------------------------------------- normalizers
@@ -453,7 +489,7 @@ def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, mo
 
 
 def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo):
-    args = tiny(ppo, env_id="probe_envs:Slow-v0", async_envs=True, total_timesteps=3000)
+    args = tiny(ppo, env_id="probe_envs:Slow-v0", async_envs=True, total_timesteps=10**6)
     pid = fork(lambda: os.setsid() or sys.exit(call_main(ppo, *flags(args))))
     while not Path("run/progress.jsonl").exists() or len(progress()) < 3:
         time.sleep(0.05)
