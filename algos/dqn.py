@@ -122,8 +122,8 @@ class Args:
 def td_target(reward, discount, target_q_values, q_values=None):
     """y = R + gamma^k Q'(s_{t+k}, a*), all (B,): R is the discounted sum of the k rewards before s_{t+k}.
 
-    discount is gamma^k, or 0 where s_{t+k} is terminal. target_q_values (B, A) are Q' of all actions, and a* is
-    their argmax. In double DQN the online network chooses: a* is the argmax of its q_values (B, A).
+    discount is gamma^k, or 0 where s_{t+k} is terminal. target_q_values (B, A) are Q' of all actions, and a*
+    is their argmax. In double DQN the online network chooses: a* is the argmax of its q_values (B, A).
     """
     best = (target_q_values if q_values is None else q_values).argmax(dim=1, keepdim=True)
     return reward + discount * target_q_values.gather(1, best).squeeze(1)

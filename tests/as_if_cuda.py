@@ -1,12 +1,12 @@
-"""A pretended GPU for machines without one. A script is loaded with the word cuda replaced by vgpu, a device that
-torch takes for real (PrivateUse1) and whose tensors keep their numbers on the CPU.
+"""A pretended GPU for machines without one. A script is loaded with the word cuda replaced by vgpu, a device
+that torch takes for real (PrivateUse1) and whose tensors keep their numbers on the CPU.
 
-What a GPU refuses is an error here. What it waits for, launches or gets wrong is counted by the lines of the script
-that ask for it: GPU.waits, GPU.launches, GPU.races (the outcome depends on who is faster) and GPU.frozen (a number of
-the host that a graph keeps from its capture). It knows nothing of a GPU's rounding, memory and speed.
+What a GPU refuses is an error here. What it waits for, launches or gets wrong is counted under the lines of the
+script that ask for it: GPU.waits, GPU.launches, GPU.races (the outcome depends on who is faster), GPU.frozen (a
+number of the host that a graph keeps from its capture). It knows nothing of a GPU's rounding, memory and speed.
 
-Registering the device changes the whole process, so it belongs into a fork; beside a real GPU it has no place.
-Its ways into torch are private: it was written for PyTorch 2.13.
+Registering the device changes the whole process, so it belongs into a fork, and never beside a real GPU. The ways
+into torch are private ones of PyTorch 2.13.
 """
 
 import contextlib
@@ -23,8 +23,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal, aten.bincount,
-         aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.multinomial, aten.repeat_interleave,
-         aten.normal}  # fmt: skip
+         aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.multinomial, aten.normal}  # fmt: skip
 NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.detach, aten.alias,
              aten._unsafe_view, aten.lift_fresh}  # fmt: skip
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}
@@ -50,9 +49,6 @@ class OnDevice(torch.Tensor):
         if not force:
             raise TypeError("can't convert cuda:0 device type tensor to numpy")
         return self.detach().cpu().numpy()
-
-    def tolist(self):
-        return self.cpu().tolist()
 
     def set_data(self, other):
         self.host = other.host
@@ -93,10 +89,13 @@ def memory(x) -> int:
 
 
 class Stream:
-    """A queue of work. It is behind other streams by all that they did since it waited for them."""
+    """A queue of work, behind the other streams by what they did since it waited for them."""
 
     def __init__(self):
-        self.device, self.seen = GPU.current, {}  # of each other stream, the work that is known to be done
+        self.device, self.seen = (
+            GPU.current,
+            {},
+        )  # until when the work of each other stream is known to be done
 
     def wait_stream(self, other):
         for stream, time in {**other.seen, other: GPU.clock}.items():
@@ -126,7 +125,10 @@ class Gpu(TorchDispatchMode):
             raise RuntimeError(f"{what} is not permitted while a graph is captured: {self.where()}")
         self.waits[f"{what}: {self.where()}"] += 1
         self.races.update(line for host, then, line in self.in_flight if not torch.equal(host, then))
-        self.in_flight, self.written = [], {}
+        self.in_flight = []
+        self.written = {
+            x: (stream, time) for x, (stream, time) in self.written.items() if stream is not self.stream
+        }
 
     def copy_in(self, host, non_blocking) -> None:
         if not non_blocking:
@@ -145,8 +147,7 @@ class Gpu(TorchDispatchMode):
         return self.run(func, args, kwargs or {})
 
     def run(self, func, args, kwargs):
-        op = func.overloadpacket
-        given = tensors((args, kwargs))
+        op, given = func.overloadpacket, tensors((args, kwargs))
         here, host = ([x for x in given if isinstance(x, OnDevice) == on] for on in (True, False))
         device = torch.device(kwargs.get("device") or (here[0].device if here else "cpu"))
         ours = device.type == "vgpu"
@@ -167,10 +168,7 @@ class Gpu(TorchDispatchMode):
         elif op in INDEXING and here:
             self.check_index(args[0], args[1], args[2] if len(args) > 2 else None)
         elif here and any(x.dim() for x in host):
-            shapes = [tuple(x.shape) for x in host if x.dim()]
-            raise RuntimeError(
-                f"{func}: all tensors must be on one device, {shapes} are on the CPU: {self.where()}"
-            )
+            raise RuntimeError(f"{func}: all tensors must be on one device: {self.where()}")
         elif here and host and self.graph is not None:
             self.frozen[f"{func}: {self.where()}"] += 1  # the number that the host had at the capture
         if op in WAITS and here:
@@ -181,32 +179,29 @@ class Gpu(TorchDispatchMode):
             for p, g in zip(*args[:2], strict=True):
                 if any(n > 1 and a != b for n, a, b in zip(p.shape, p.stride(), g.stride(), strict=True)):
                     raise RuntimeError(f"params and grads must have the same layout: {self.where()}")
-        if ours and not func.is_view and op not in NO_KERNEL:
-            self.launches[self.where()] += 1
-        written = [
-            x for x, arg in zip(args, func._schema.arguments) if arg.alias_info and arg.alias_info.is_write
-        ]
+        if ours:
+            device = torch.device("vgpu", self.current if device.index is None else device.index)
+            self.check_stream(device, here)
+            self.launches[self.where()] += not func.is_view and op not in NO_KERNEL
+        kinds = zip(args, func._schema.arguments, strict=False)
+        written = [x for x, kind in kinds if kind.alias_info and kind.alias_info.is_write]
         keep = ours and self.graph is not None
         inner = lambda x: x.host if isinstance(x, OnDevice) else x.clone() if keep else x
         args_, kwargs_ = change(args, inner), change(kwargs, inner)
         kwargs_.pop("pin_memory", None)
-        if ours:
-            device = torch.device("vgpu", self.current if device.index is None else device.index)
-            self.check_stream(device, here)
-        if keep:
-            self.graph.save(tensors(written))
         if "device" in kwargs_:
             kwargs_["device"] = torch.device("cpu")
+        if keep:
+            self.graph.save(tensors(written))
         with torch.no_grad():
             out = func(*args_, **kwargs_)
-        if keep:
-            self.graph.tape.append((func, args_, kwargs_, out))
         if not ours:
             return out
-        if not func.is_view:
+        if keep:
+            self.graph.tape.append((func, args_, kwargs_, out))
+        elif not func.is_view:
             self.clock += 1
-            for x in tensors((out, written)):
-                self.written[memory(x)] = self.stream, self.clock
+            self.written.update({memory(x): (self.stream, self.clock) for x in tensors((out, written))})
         if written and isinstance(out, torch.Tensor):
             return written[0]
         return change(out, lambda x: OnDevice(x, device))
@@ -223,7 +218,7 @@ class Gpu(TorchDispatchMode):
                 self.wait("count of a mask")
 
     def check_stream(self, device, here) -> None:
-        """Streams and graphs take the work of the current device; each stream must know the others' results."""
+        """Streams and graphs take work of the current device only, and must know what other streams did."""
         if (self.graph or self.stream is not self.main) and device.index != self.stream.device:
             raise RuntimeError(f"work of {device} on a stream of device {self.stream.device}: {self.where()}")
         for x in here:
@@ -257,7 +252,7 @@ class Graph:
     @contextlib.contextmanager
     def capture(self):
         GPU.wait("capture")
-        random_state, launches, GPU.graph = torch.get_rng_state(), GPU.launches.copy(), self
+        random_state, launches, GPU.graph, GPU.written = torch.get_rng_state(), GPU.launches.copy(), self, {}
         try:
             yield
         finally:
@@ -276,12 +271,14 @@ def on_stream(stream):
         GPU.stream = before
 
 
-def check_optimizer(optimizer, args, kwargs):  # as optimizers do on CUDA
-    if GPU.graph is not None and not all(group.get("capturable") for group in optimizer.param_groups):
+def check_optimizer(optimizer, args, kwargs) -> None:
+    """What Adam says on CUDA."""
+    capturable = all(group.get("capturable") for group in optimizer.param_groups)
+    if GPU.graph is not None and not capturable:
         raise RuntimeError("a graph captures an optimizer that is not capturable")
-    if GPU.graph is None and any(group.get("capturable") for group in optimizer.param_groups):
+    if GPU.graph is None and capturable:
         warnings.warn(
-            "This instance was constructed with capturable=True but step() runs uncaptured", stacklevel=2
+            "This instance was constructed with capturable=True but step() is running without a graph"
         )
 
 
@@ -304,7 +301,7 @@ GPU.start("")
 
 
 def load(path: Path, source: str | None = None):
-    """The script, or another text in its place, as a module with vgpu for cuda and without inference mode."""
+    """The script, or another text of it, as a module with vgpu for cuda and without inference mode."""
     script = types.ModuleType(path.stem)
     script.__file__ = str(path)
     sys.modules[path.stem] = script
