@@ -1,15 +1,18 @@
-"""Draws learning curves of many seeds from benchmark/results, or every logged curve of any runs.
+"""Draws learning curves: of any run folders, or of many seeds from benchmark/results.
 
-    python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
-    python benchmark/plot.py --results benchmark/results/*__CartPole-v1.csv --together --out compared.png
     python benchmark/plot.py runs/CartPole-v1/ppo/1-20270131-120000
-    python benchmark/plot.py runs/CartPole-v1/*/* --out compared
+    python benchmark/plot.py runs/CartPole-v1/*/* --names eval/return_mean loss/policy --out compared
+    python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
 
-Per environment: mean (solid) and interquartile mean (dashed) over seeds with 95% intervals of a stratified
-bootstrap, as Agarwal et al. 2021 (arXiv 2108.13264) recommend. The last panel joins all environments with
-a bar, on a scale where 0 is the untrained policy and 1 the bar. --together compares algorithms: one panel per
-environment with the means alone, of trainings of any length, in the order of the files, and no joint panel.
-A diamond at the end of a curve is the final evaluation, of more episodes than a point of the curve.
+What can be compared shares a panel; with --apart each gets its own.
+
+Runs: a picture for each family of logged names, a panel for each name. Runs whose arguments differ in the
+seed alone are one group: its mean, and a band from minimum to maximum.
+
+Results: a panel for each environment. A lone curve has mean (solid) and interquartile mean (dashed) over
+seeds, several curves have the mean, with 95% intervals of a stratified bootstrap, as Agarwal et al. 2021
+(arXiv 2108.13264) recommend. A diamond is the final evaluation, of more episodes than a point of the curve.
+The last panel joins the environments with a bar, on a scale where 0 is the untrained policy and 1 the bar.
 """
 
 import argparse
@@ -17,7 +20,8 @@ import csv
 import json
 import math
 import sys
-from collections import Counter, defaultdict
+import textwrap
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -35,9 +39,10 @@ except ImportError:
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
 STYLE = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3,
-    "font.size": 10, "axes.titlesize": 11, "axes.formatter.use_mathtext": True, "legend.frameon": False,
-    "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.08, "savefig.dpi": 130,
+    "font.size": 10, "axes.titlesize": 10, "axes.formatter.use_mathtext": True, "legend.frameon": False,
+    "figure.constrained_layout.use": True, "figure.constrained_layout.h_pad": 0.08, "savefig.dpi": 150,
 }  # fmt: skip
+DIAMOND = dict(marker="D", linestyle="", markeredgecolor="white", markersize=7, zorder=3, clip_on=False)
 
 
 # ------------------------------------------------------------------------------------------------- statistics
@@ -74,47 +79,15 @@ def stratified_bootstrap(strata, statistic, resamples=2000, level=0.95, seed=0):
     return statistic(np.concatenate(strata).T, weights), lower, upper
 
 
-# --------------------------------------------------------------------------------------- curves of many seeds
-def read_curves(files: list[Path]) -> dict:
-    """{(env_id, algo, total_timesteps): [(steps, returns) of each seed]} from CSVs of run.py."""
-    runs = defaultdict(list)
-    for path in files:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["kind"] == "curve":
-                    key = row["env_id"], row["algo"], int(row["total_timesteps"])
-                    runs[(*key, int(row["seed"]))].append((int(row["step"]), float(row["eval_return_mean"])))
-    curves = defaultdict(list)
-    for (*key, _), points in runs.items():
-        curves[tuple(key)].append(tuple(map(np.array, zip(*sorted(points), strict=True))))
-    return curves
-
-
-def read_finals(files: list[Path]) -> dict:
-    """{(env_id, algo, total_timesteps): (mean over seeds of the final evaluations, episodes of each)}."""
-    runs = defaultdict(list)
-    for path in files:
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["kind"] == "final":
-                    key = row["env_id"], row["algo"], int(row["total_timesteps"])
-                    runs[key].append((float(row["eval_return_mean"]), int(row["eval_episodes"])))
-    return {key: tuple(np.mean(found, axis=0)) for key, found in runs.items()}
-
-
 def on_one_grid(seeds: list[tuple]) -> tuple[np.ndarray, np.ndarray]:
-    """Steps (points,) up to where all seeds came, and returns (seeds, points), interpolated if need be."""
-    end = min(steps[-1] for steps, _ in seeds)
+    """Steps (points,) that all seeds reached, and values (seeds, points), interpolated if need be."""
+    start, end = max(steps[0] for steps, _ in seeds), min(steps[-1] for steps, _ in seeds)
     grid = np.unique(np.concatenate([steps for steps, _ in seeds]))
-    grid = grid[grid <= end]
-    return grid, np.stack([np.interp(grid, steps, returns) for steps, returns in seeds])
+    grid = grid[(grid >= start) & (grid <= end)]
+    return grid, np.stack([np.interp(grid, steps, values) for steps, values in seeds])
 
 
-def find_bar(env_id: str, algo: str, total: int) -> float | None:
-    cells = [cell for suite in SUITES.values() for cell in suite]
-    return next((c.bar for c in cells if (c.env_id, c.name, c.steps) == (env_id, algo, total)), None)
-
-
+# ----------------------------------------------------------------------------------------------------- panels
 def steps_label(value: float, _=None) -> str:
     for unit, name in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
@@ -122,162 +95,216 @@ def steps_label(value: float, _=None) -> str:
     return f"{value:g}"
 
 
-def make_panels(count: int, width: float, height: float):
-    """A figure with count panels of this size (inches) in rows of up to four."""
-    columns = count if count <= 3 else min(4, math.ceil(count / 2))
+def make_panels(count: int, columns=2, width=4.5, height=3.0):
+    """A figure with count panels. Two columns are 9 inches wide: text of 10 points is read on a page."""
+    columns = min(count, columns)
     rows = math.ceil(count / columns)
-    size = (width * columns + 0.6, height * rows + 0.5)
-    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=size)
+    width, height = (max(width, 6.5), max(height, 3.4)) if count == 1 else (width, height)
+    figure, grid = plt.subplots(rows, columns, squeeze=False, figsize=(width * columns, height * rows + 0.8))
     for axes in grid.flat[count:]:
         axes.remove()
     return figure, list(grid.flat[:count])
 
 
-def colours(count: int) -> list:
-    """As many colours, no two the same."""
-    return COLOURS[:count] if count <= len(COLOURS) else list(plt.get_cmap("turbo")(np.linspace(0, 1, count)))
+def colours(names: list[str]) -> dict:
+    """A colour for each name, no two the same."""
+    many = plt.get_cmap("turbo")(np.linspace(0, 1, len(names)))
+    return dict(zip(names, COLOURS if len(names) <= len(COLOURS) else many, strict=False))
 
 
-def draw(axes, x, strata, label: str, colour: str, statistics=(mean, iqm)) -> None:
-    for statistic in statistics:
-        estimate, lower, upper = stratified_bootstrap(strata, statistic)
-        name, dashes = {mean: ("mean", "-"), iqm: ("IQM", "--")}[statistic]
-        axes.plot(x, estimate, dashes, color=colour, linewidth=1.6, label=f"{label}, {name}")
-        axes.fill_between(
-            x, lower, upper, color=colour, alpha=0.18 if statistic is mean else 0.1, linewidth=0
-        )
-
-
-def draw_finals(axes, ends: list[tuple], label: str) -> None:
-    """A diamond at each (x, y) in the colour of its curve, and one in the legend for all of them."""
-    style = dict(marker="D", linestyle="", markeredgecolor="white", markersize=6, zorder=3)
-    for x, y, colour in ends:
-        axes.plot(x, y, color=colour, clip_on=False, **style)
-    if ends:
-        axes.plot([], [], color=ends[0][2] if len(ends) == 1 else "black", label=label, **style)
-
-
-def draw_results(files: list[Path], out: Path, together: bool = False) -> None:
-    """One panel per (environment, length), and one over all environments with a bar if there are two; or,
-    together, one panel per environment."""
-    curves, finals = read_curves(files), read_finals(files)
-    if not curves:
-        sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
-    place = lambda env, total: (env, 0 if together else total)
-    panels, joint = sorted({place(env, total) for env, _, total in curves}), defaultdict(list)
-    lengths = Counter((env, algo) for env, algo, _ in curves)
-    ambiguous = lambda env, algo: together and lengths[env, algo] > 1  # of two lengths in one panel
-    name = lambda env, algo, total: f"{algo} {steps_label(total)}" if ambiguous(env, algo) else algo
-    names = list(dict.fromkeys(name(*key) for key in curves))
-    colour = dict(zip(names, colours(len(names)), strict=True))
-    share, joint_ends = np.linspace(0, 1, 51), defaultdict(list)
-    for (env_id, algo, total), seeds in sorted(curves.items()):
-        steps, returns = on_one_grid(seeds)
-        bar, start = find_bar(env_id, algo, total), returns[:, 0].mean()
-        if bar is not None and steps[0] == 0 and bar != start:
-            score = (returns - start) / (bar - start)
-            joint[algo].append(np.stack([np.interp(share, steps / steps[-1], run) for run in score]))
-            final, _ = finals.get((env_id, algo, total), (np.nan, 0))
-            joint_ends[algo].append((final - start) / (bar - start))
-    joint = {algo: strata for algo, strata in joint.items() if len(strata) > 1 and not together}
-    count = len(panels) + bool(joint)
-    figure, panel = make_panels(count, 6.6 if together else 4.4, 3.3)
-    # Many curves leave no room among them.
-    beside = dict(loc="upper left", bbox_to_anchor=(1, 1)) if together else {}
-    for axes, where in zip(panel, panels, strict=False):
-        bars, ends, episodes = {}, [], 0
-        for (env_id, algo, total), seeds in curves.items():
-            if place(env_id, total) == where:
-                steps, returns = on_one_grid(seeds)
-                curve = name(env_id, algo, total)
-                label = f"{curve} ({len(returns)} seed{'s' if len(returns) > 1 else ''})"
-                draw(axes, steps, [returns], label, colour[curve], (mean,) if together else (mean, iqm))
-                if (bar := find_bar(env_id, algo, total)) is not None:
-                    bars.setdefault(bar, []).append(colour[curve])
-                if (env_id, algo, total) in finals:
-                    final, episodes = finals[env_id, algo, total]
-                    ends.append((steps[-1], final, colour[curve]))
-        draw_finals(axes, ends, f"final mean, {episodes:g} episodes")
-        for bar, owners in bars.items():
-            shared = owners[0] if len(owners) == 1 else "black"
-            axes.axhline(bar, color=shared, linestyle=":", linewidth=1.3, label=f"bar {bar:g}")
-        axes.set(title=where[0], xlabel="environment steps", ylabel="return of the evaluation")
-        axes.xaxis.set_major_formatter(steps_label)
-        axes.legend(fontsize=8, **beside)
-    if joint:
-        axes = panel[-1]
-        for algo, strata in joint.items():
-            draw(axes, share, strata, f"{algo} ({len(strata)} environments)", colour[algo])
-        ends = [(1, np.mean(joint_ends[algo]), colour[algo]) for algo in joint]
-        draw_finals(axes, [end for end in ends if np.isfinite(end[1])], "final mean")
-        axes.axhline(1, color="black", linestyle=":", linewidth=1.3, label="bar")
-        axes.set(title="All environments with a bar", xlabel="share of the training")
-        axes.set_ylabel("0: untrained, 1: bar")
-        axes.legend(fontsize=8)
-    title = "Greedy evaluation during training", "95% bootstrap intervals over seeds"
-    figure.suptitle((", " if count > 1 else "\n").join(title), fontsize=12)
+def save(figure, title: str, out: Path, legend: dict | None = None) -> None:
+    """Writes the picture, with a legend {label: line} below all panels."""
+    figure.suptitle(title, fontsize=11)
+    if legend:
+        columns = min(4, len(legend)) if max(map(len, legend)) < 22 else 2
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     plt.close(figure)
     print(out)
 
 
-# --------------------------------------------------------------------------------------------- curves of runs
-def draw_runs(runs: list[Path], out: Path) -> list[Path]:
-    """Writes out/{family}.png: a panel for each logged name that starts with family/, a line for each run."""
-    families = defaultdict(lambda: defaultdict(dict))
+# ---------------------------------------------------------------------------------------------------- results
+def read_results(files: list[Path]) -> tuple[dict, dict]:
+    """{(env_id, algo, total_timesteps): [(steps, returns) of each seed]} and {same: mean of the finals}."""
+    curves, finals = defaultdict(lambda: defaultdict(list)), defaultdict(list)
+    for path in files:
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                key = row["env_id"], row["algo"], int(row["total_timesteps"])
+                score = float(row["eval_return_mean"])
+                if row["kind"] == "curve":
+                    curves[key][row["seed"]].append((int(row["step"]), score))
+                else:
+                    finals[key].append(score)
+    seeds = {key: [np.array(sorted(x)).T for x in runs.values()] for key, runs in curves.items()}
+    return seeds, {key: np.mean(scores) for key, scores in finals.items()}
+
+
+def find_bar(env_id: str, algo: str, total: int) -> float | None:
+    cells = [cell for suite in SUITES.values() for cell in suite]
+    return next((c.bar for c in cells if (c.env_id, c.name, c.steps) == (env_id, algo, total)), None)
+
+
+def draw(axes, x, strata, colour, statistics) -> None:
+    for statistic in statistics:
+        estimate, lower, upper = stratified_bootstrap(strata, statistic)
+        dashes, alpha = ("-", 0.18) if statistic is mean else ("--", 0.1)
+        axes.plot(x, estimate, dashes, color=colour, linewidth=1.6)
+        axes.fill_between(x, lower, upper, color=colour, alpha=alpha, linewidth=0)
+
+
+def draw_results(files: list[Path], out: Path, apart: bool = False) -> None:
+    """One panel per environment, or apart per curve, and one over all environments with a bar."""
+    curves, finals = read_results(files)
+    if not curves:
+        sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
+    lengths = defaultdict(set)
+    for env_id, algo, total in curves:
+        lengths[env_id, algo].add(total)
+    names = {
+        key: f"{key[1]} {steps_label(key[2])}" if len(lengths[key[:2]]) > 1 else key[1] for key in curves
+    }
+    colour, panels = colours(list(dict.fromkeys(names.values()))), defaultdict(list)
+    for key in curves:
+        panels[key if apart else key[0]].append(key)
+    joint, joint_finals, share = defaultdict(list), defaultdict(list), np.linspace(0, 1, 51)
+    for key, seeds in curves.items():
+        steps, returns = on_one_grid(seeds)
+        bar, start = find_bar(*key), returns[:, 0].mean()
+        if bar is not None and steps[0] == 0 and bar != start and key in finals:
+            score = (returns - start) / (bar - start)
+            joint[names[key]].append(np.stack([np.interp(share, steps / steps[-1], x) for x in score]))
+            joint_finals[names[key]].append((finals[key] - start) / (bar - start))
+    joint = {name: strata for name, strata in joint.items() if len(strata) > 1}
+    figure, axes_of = make_panels(len(panels) + bool(joint))
+    dashed = False
+    for axes, where in zip(axes_of, sorted(panels), strict=False):
+        keys = panels[where]
+        statistics = (mean, iqm) if len(keys) == 1 else (mean,)
+        dashed |= len(keys) == 1
+        bars = defaultdict(list)
+        for key in keys:
+            steps, returns = on_one_grid(curves[key])
+            draw(axes, steps, [returns], colour[names[key]], statistics)
+            if key in finals:
+                axes.plot(steps[-1], finals[key], color=colour[names[key]], **DIAMOND)
+            if (bar := find_bar(*key)) is not None:
+                bars[bar].append(colour[names[key]])
+        for bar, owners in bars.items():
+            axes.axhline(bar, color=owners[0] if len(owners) == 1 else "black", linestyle=":", linewidth=1.3)
+        counts = sorted({len(curves[key]) for key in keys})
+        title = [keys[0][0], f"{'–'.join(map(str, counts))} seed{'s' if counts != [1] else ''}"]
+        title += [f"bar {', '.join(f'{bar:g}' for bar in sorted(bars))}"] if bars else []
+        title = f"{names[keys[0]]}: {', '.join(title)}" if apart and len(curves) > 1 else ", ".join(title)
+        axes.set(title=textwrap.fill(title, 48), xlabel="environment steps", ylabel="return")
+        axes.xaxis.set_major_formatter(steps_label)
+    if joint:
+        axes = axes_of[-1]
+        for name, strata in joint.items():
+            draw(axes, share, strata, colour[name], (mean, iqm) if len(joint) == 1 else (mean,))
+            axes.plot(1, np.mean(joint_finals[name]), color=colour[name], **DIAMOND)
+        axes.axhline(1, color="black", linestyle=":", linewidth=1.3)
+        axes.set(title="all environments with a bar", xlabel="share of the training")
+        axes.set_ylabel("0: untrained, 1: bar")
+    line = lambda *style, color="black", **more: plt.Line2D([], [], *style, color=color, **more)
+    legend = {f"{name}, mean": line(color=colour[name]) for name in colour}
+    if dashed:
+        legend["interquartile mean"] = line(linestyle="--")
+    if finals:
+        legend["final evaluation"] = line(**DIAMOND)
+    if any(find_bar(*key) is not None for key in curves):
+        legend["bar"] = line(linestyle=":")
+    save(figure, "Greedy evaluation during training, 95% bootstrap intervals over seeds", out, legend)
+
+
+# ------------------------------------------------------------------------------------------------------- runs
+def group_runs(runs: list[Path]) -> dict[str, list[Path]]:
+    """{label: runs whose arguments differ in the seed alone}; a label says what differs between groups."""
+    groups = defaultdict(list)
     for run in runs:
-        if not (run / "progress.jsonl").is_file():
-            sys.exit(f"plot.py: {run} has no progress.jsonl: give the folder of a run")
-        for line in (run / "progress.jsonl").read_text().splitlines():
-            row = json.loads(line)
-            for name, value in row.items():
-                family, _, metric = name.partition("/")
-                if metric:
-                    families[family][metric].setdefault(run, []).append((row["step"], value))
+        try:
+            settings = json.loads((run / "args.json").read_text())
+        except OSError:
+            sys.exit(f"plot.py: {run} has no args.json: give the folder of a run")
+        settings = {k: v for k, v in settings.items() if k not in ("seed", "run_dir", "resume")}
+        settings["script"] = min((path.stem for path in run.glob("*.py")), key=len, default="")
+        groups[json.dumps(settings)].append(run)
+    every, labels = [json.loads(text) for text in groups], []
+    for own in every:
+        same = [x for x in every if x["script"] == own["script"] and x["env_id"] == own["env_id"]]
+        names = [name for name in own if any(x.get(name) != own[name] for x in same)]
+        place = [own["env_id"]] if any(x["env_id"] != own["env_id"] for x in every) else []
+        labels.append(", ".join([own["script"], *place, *(f"{name} {own[name]}" for name in names)]))
+    return dict(zip(labels, groups.values(), strict=True))
+
+
+def draw_runs(runs: list[Path], out: Path, names: list[str] = (), apart: bool = False) -> None:
+    """Writes out/{family}.png: a panel for each logged name that starts with family/, a line per group."""
+    groups = group_runs(runs)
+    families = defaultdict(lambda: defaultdict(lambda: defaultdict(list)))
+    for label, members in groups.items():
+        for run in members:
+            points = defaultdict(list)
+            for line in (run / "progress.jsonl").read_text().splitlines():
+                row = json.loads(line)
+                for name in row:
+                    if "/" in name and (not names or name in names):
+                        points[name].append((row["step"], row[name]))
+            for name, found in points.items():
+                families[name.partition("/")[0]][name][label].append(np.array(found).T)
     if not families:
-        sys.exit("plot.py: nothing is logged yet")
-    out.mkdir(parents=True, exist_ok=True)
-    written = []
-    for family, metrics in families.items():
-        figure, panel = make_panels(len(metrics), 4.0, 2.7)
-        for axes, (metric, lines) in zip(panel, metrics.items(), strict=True):
-            for run, points in lines.items():
-                steps, values = np.array(points).T
-                window = max(1, len(values) // 50)  # smooth long curves so that the eye finds the trend
-                smooth = lambda x, n=window: np.convolve(x, np.full(n, 1 / n), mode="valid")
-                label = "/".join(run.resolve().parts[-2:]) if len(runs) > 1 and axes is panel[0] else None
-                colour = COLOURS[runs.index(run) % len(COLOURS)]
-                axes.plot(smooth(steps), smooth(values), color=colour, label=label, linewidth=1.4)
-            axes.set(title=metric, xlabel="environment steps")
+        sys.exit(f"plot.py: nothing is logged yet{' of ' + ' '.join(names) if names else ''}")
+    colour = colours(list(groups))
+    for family, logged in families.items():
+        panels = [(name, list(lines)) for name, lines in logged.items()]
+        if apart:
+            panels = [(name, [label]) for name, labels in panels for label in labels]
+        figure, axes_of = make_panels(len(panels), height=2.6)
+        first = {}
+        for axes, (name, labels) in zip(axes_of, panels, strict=True):
+            if name in first:
+                axes.sharey(first[name])
+            first.setdefault(name, axes)
+            for label in labels:
+                steps, values = on_one_grid(logged[name][label])
+                window = np.full(max(1, len(steps) // 50), 1.0)  # smooth, so that the eye finds the trend
+                smooth = lambda x, n=window: np.convolve(x, n / len(n), mode="valid")
+                axes.plot(smooth(steps), smooth(values.mean(0)), color=colour[label], linewidth=1.4)
+                if len(values) > 1:
+                    band = smooth(values.min(0)), smooth(values.max(0))
+                    axes.fill_between(smooth(steps), *band, color=colour[label], alpha=0.18, linewidth=0)
+            title = name.partition("/")[2]
+            axes.set_title("\n".join([title, *textwrap.wrap(labels[0], 48)]) if apart else title)
+            axes.set_xlabel("environment steps")
             axes.xaxis.set_major_formatter(steps_label)
             axes.ticklabel_format(axis="y", scilimits=(-3, 5))
-        if len(runs) > 1:
-            figure.legend(loc="outside lower center", fontsize=8, ncols=min(3, len(runs)))
-        figure.suptitle(family if len(runs) > 1 else f"{family} · {runs[0].resolve().name}", fontsize=12)
-        written.append(out / f"{family}.png")
-        figure.savefig(written[-1])
-        plt.close(figure)
-        print(written[-1])
-    return written
+        counts = {label: len(members) for label, members in groups.items()}
+        text = {label: f"{label} ({n} seeds)" if n > 1 else label for label, n in counts.items()}
+        legend = {textwrap.fill(text[x], 48): plt.Line2D([], [], color=colour[x]) for x in groups}
+        many = "mean and range of the seeds" if max(counts.values()) > 1 else ""
+        title = f"{family} · {runs[0].resolve().name}" if len(runs) == 1 else family
+        save(figure, " · ".join(filter(None, [title, many])), out / f"{family}.png", legend)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders, compared in the same panels")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders; files among them are passed over")
     parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
     parser.add_argument("--out", type=Path, help="picture of --results, or folder; default: RUN/plots")
-    parser.add_argument("--together", action="store_true", help="algorithms in one panel per environment")
+    parser.add_argument("--names", nargs="+", default=[], help="with runs: only these logged names")
+    parser.add_argument("--apart", action="store_true", help="a panel for each, in place of one for all")
     args = parser.parse_args()
-    if bool(args.results) == bool(args.runs) or (args.results and not args.out):
+    runs = [path for path in args.runs if path.is_dir()]
+    if bool(args.results) == bool(runs) or (args.results and not args.out):
         parser.error("give either run folders or --results FILES --out PICTURE")
     plt.rcParams.update(STYLE)
-    if args.runs:
-        draw_runs(args.runs, args.out or args.runs[0] / "plots")
+    if runs:
+        draw_runs(runs, args.out or runs[0] / "plots", args.names, args.apart)
     else:
-        draw_results(args.results, args.out, args.together)
+        draw_results(args.results, args.out, args.apart)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Compares the speed of our scripts with Stable-Baselines3 (an optional package; TRPO is in sb3-contrib), with
-SBX, its twin in JAX (sbx-rl), and with older scripts of ours, at equal settings and equal networks.
+"""Compares the speed of our scripts with Stable-Baselines3 (an optional package; TRPO is in sb3-contrib),
+with SBX, its twin in JAX (sbx-rl), and with older scripts of ours, at equal settings and networks.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py --no-peer
@@ -245,7 +245,8 @@ def make_model(library, task: Task):
         envs = make_vec_env(task.env_id, n_envs=task.num_envs, seed=1)
     same = dict(policy="CnnPolicy" if pong else "MlpPolicy", env=envs, seed=1, device="cpu")
     if task.algo in ("sac", "ddpg_td3"):
-        same |= dict(policy_kwargs=dict(net_arch=[256, 256]), batch_size=256, learning_starts=1_000)
+        same |= dict(policy_kwargs=dict(net_arch=[256, 256]), batch_size=256)
+        same |= dict(learning_starts=task.learning_starts)
         same |= {} if task.peer == SB3 else dict(device="auto")
         if task.algo == "sac":
             return library.SAC(**same)

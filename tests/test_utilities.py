@@ -169,23 +169,6 @@ def test_atari_has_sticky_actions_unless_told_otherwise(ppo):
     assert np.array_equal(games[0], games[1]) and not np.array_equal(games[0], games[2])
 
 
-def test_games_of_atari_are_whole_and_rewards_are_not_clipped(ppo):
-    """No step is swallowed, also not after an end; a lost life is no end."""
-    envs, random_play, ends = ppo.make_envs(ppo.make_args("ALE/Breakout-v5"), 2), np.random.default_rng(0), 0
-    obs, info = envs.reset(seed=3)
-    while ends < 3:
-        next_obs, _, terminated, truncated, next_info = envs.step(random_play.integers(0, 4, 2))
-        done = terminated | truncated
-        frames = next_info["episode_frame_number"] - info["episode_frame_number"]
-        assert (frames[~done] == 4).all() and (0 < frames).all() and (done == (next_info["lives"] == 0)).all()
-        obs, info = ppo.reset_done(envs, info, next_obs, next_info, done)
-        assert (info["lives"][done] == 5).all()
-        ends += done.sum()
-    envs = ppo.make_envs(ppo.make_args("ALE/MsPacman-v5"), 1)
-    envs.reset(seed=3)
-    assert max(envs.step(random_play.integers(0, 9, 1))[1].max() for _ in range(400)) >= 10
-
-
 def test_an_environment_in_the_users_folder_is_found(ppo, capsys):
     Path("my_envs.py").write_text("""
 import gymnasium as gym
