@@ -642,10 +642,10 @@ def standardize(env: gym.Env) -> gym.Env:
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs = {**args.env_kwargs, **kwargs}
+    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
 
     def make_env():
-        if args.async_envs:  # in its process: the parent decides when to stop
+        if os.getpid() != training:  # in a process of its own: the training decides when to stop
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))

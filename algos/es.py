@@ -269,7 +269,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if is_image(obs_space):
-            raise UsageError(f"es.py needs vector observations; {args.env_id} shows images: try ppo.py")
+            raise UsageError(f"{args.env_id} shows images, ES needs vectors: try ppo.py")
         self.device, self.action_shape, space = device, action_space.shape, action_space
         self.obs_norm = SumsNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.activation = getattr(F, args.activation)
@@ -434,10 +434,10 @@ def standardize(env: gym.Env) -> gym.Env:
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs = {**args.env_kwargs, **kwargs}
+    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
 
     def make_env():
-        if args.async_envs:  # in its process: the parent decides when to stop
+        if os.getpid() != training:  # in a process of its own: the training decides when to stop
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))

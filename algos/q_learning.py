@@ -123,7 +123,7 @@ def update_table(q_values, index, td_target, alpha):
 
 
 def epsilon_after(episodes, args):
-    """Share of random actions after so many finished episodes, all environments together."""
+    """Share of random actions after so many episodes, those of all environments together."""
     return max(args.epsilon_min, args.epsilon_start * args.epsilon_decay**episodes)
 
 
@@ -133,11 +133,10 @@ def train(args: Args) -> np.ndarray:
     device = set_up(args)
     envs, obs, info = start_segment(args)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
-    run = Run(args, args.num_envs, agent=agent)
+    episodes = Episodes()
+    run = Run(args, args.num_envs, agent=agent, episodes=episodes)
     if args.evaluate:
         return run.evaluate()
-    if args.init_from:
-        agent.episodes.zero_()  # explores anew
     rewards = []  # since the last row
     while True:
         # Pause: score, save, end, or go on from what was saved
@@ -147,6 +146,7 @@ def train(args: Args) -> np.ndarray:
             run.checkpoint()
         if run.finished:
             return run.close(envs)
+        agent.epsilon = epsilon_after(episodes.finished, args)
         if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
             envs, obs, info = start_segment(args, run.env_steps, envs)
             state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
@@ -164,11 +164,10 @@ def train(args: Args) -> np.ndarray:
 
         # Update. Of two tables, a coin says for each transition which one learns; the other one judges.
         q_values = agent.q_values.numpy()  # the same memory; NumPy is faster on small arrays
-        epsilon = epsilon_after(agent.episodes.item(), args)
         table = np.random.randint(len(q_values), size=args.num_envs)
         judge = len(q_values) - 1 - table
         next_q_values, judge_q_values = q_values[table, next_state], q_values[judge, next_state]
-        value = next_value(args.update_rule, next_q_values, judge_q_values, next_action, epsilon)
+        value = next_value(args.update_rule, next_q_values, judge_q_values, next_action, agent.epsilon)
         td_target = reward + args.gamma * (1 - terminated) * value
         q_value = q_values[table, state, action]
         index = np.ravel_multi_index((table, state, action), q_values.shape)
@@ -178,7 +177,7 @@ def train(args: Args) -> np.ndarray:
         obs, info = reset_done(envs, info, next_obs, next_info, done)
         state, action = next_state, next_action
         if done.any():
-            agent.episodes += int(done.sum())
+            episodes.finished += int(done.sum())
             state, action = agent.grid(obs), np.where(done, agent.act(obs, info, greedy=False), action)
 
         # Log
@@ -186,7 +185,8 @@ def train(args: Args) -> np.ndarray:
             run.log({
                 "loss/td_error": np.abs(td_target - q_value).mean(),
                 "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": td_target.mean(),
-                "reward/mean": np.mean(rewards), "schedule/epsilon": epsilon, "schedule/learning_rate": alpha,
+                "reward/mean": np.mean(rewards), "schedule/epsilon": agent.epsilon,
+                "schedule/learning_rate": alpha,
             })  # fmt: skip
             rewards = []
 
@@ -209,8 +209,8 @@ class Grid:
         elif all(isinstance(part, Discrete) for part in parts):
             self.sizes = np.array([part.n for part in parts])
         else:
-            known = "Box, Discrete, MultiDiscrete and Tuples of Discrete"
-            raise UsageError(f"q_learning.py knows {known}; {args.env_id} observes {space}: try dqn.py")
+            known = "Box, Discrete, MultiDiscrete or a Tuple of Discrete"
+            raise UsageError(f"{args.env_id} observes {space}, Q-learning needs {known}: try dqn.py")
         self.num_states = math.prod(self.sizes.tolist())
         if self.num_states > 10_000_000:
             many = f"{args.env_id} has more than 10 million states"
@@ -246,21 +246,19 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            have = f"{args.env_id} has {action_space}"
-            raise UsageError(f"q_learning.py needs Discrete actions; {have}: try ppo.py")
-        self.args = args
+            have = f"{args.env_id} has {action_space} actions"
+            raise UsageError(f"{have}, Q-learning needs Discrete: try ppo.py")
+        self.epsilon = args.epsilon_min  # training sets it anew for each step
         # obs_space has vectors of all observations; the grid has to know what they were
         self.grid = Grid(gym.make(args.env_id, **args.env_kwargs).observation_space, args)
         shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
         self.register_buffer("q_values", torch.full(shape, args.initial_value, dtype=torch.float64))
-        self.register_buffer("episodes", torch.tensor(0))  # that are finished
 
     def act(self, obs, info, greedy=True):
         """Actions (num_envs,) in a vector environment: the first of the best; if not greedy, some random."""
         q_values = self.q_values.numpy()[:, self.grid(obs)].sum(axis=0)  # two tables vote together
         random_action = np.random.randint(q_values.shape[1], size=len(obs))
-        epsilon = 0.0 if greedy else epsilon_after(self.episodes.item(), self.args)
-        explore = np.random.random(len(obs)) < epsilon
+        explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
         return np.where(explore, random_action, q_values.argmax(axis=1))
 
     def get_extra_state(self):
@@ -271,6 +269,18 @@ class Agent(nn.Module):
     def set_extra_state(self, state):
         if not torch.equal(state, self.get_extra_state()):
             raise ValueError("its table has another grid")
+
+
+class Episodes:
+    """How many are finished: what epsilon follows from. It belongs to the training, not to the table."""
+
+    finished = 0
+
+    def state_dict(self):
+        return {"finished": self.finished}
+
+    def load_state_dict(self, state):
+        self.finished = state["finished"]
 
 
 # Own sweeps, results in benchmark/results.
@@ -376,10 +386,10 @@ def standardize(env: gym.Env) -> gym.Env:
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs = {**args.env_kwargs, **kwargs}
+    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
 
     def make_env():
-        if args.async_envs:  # in its process: the parent decides when to stop
+        if os.getpid() != training:  # in a process of its own: the training decides when to stop
             signal.signal(signal.SIGINT, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         return standardize(gym.make(args.env_id, **kwargs))

@@ -196,8 +196,8 @@ def draw_results(files: list[Path], out: Path, apart: bool = False) -> None:
         counts = sorted({len(curves[key]) for key in keys})
         title = [keys[0][0], f"{'–'.join(map(str, counts))} seed{'s' if counts != [1] else ''}"]
         title += [f"bar {', '.join(f'{bar:g}' for bar in sorted(bars))}"] if bars else []
-        title = f"{names[keys[0]]}: {', '.join(title)}" if apart and len(curves) > 1 else ", ".join(title)
-        axes.set(title=textwrap.fill(title, 48), xlabel="environment steps", ylabel="return")
+        title = [names[keys[0]], ", ".join(title)] if apart else [", ".join(title)]
+        axes.set(title="\n".join(title), xlabel="environment steps", ylabel="return")
         axes.xaxis.set_major_formatter(steps_label)
     if joint:
         axes = axes_of[-1]
@@ -234,8 +234,7 @@ def group_runs(runs: list[Path]) -> dict[str, list[Path]]:
     for own in every:
         same = [x for x in every if x["script"] == own["script"] and x["env_id"] == own["env_id"]]
         names = [name for name in own if any(x.get(name) != own[name] for x in same)]
-        place = [own["env_id"]] if any(x["env_id"] != own["env_id"] for x in every) else []
-        labels.append(", ".join([own["script"], *place, *(f"{name} {own[name]}" for name in names)]))
+        labels.append(", ".join([own["script"], own["env_id"], *(f"{name} {own[name]}" for name in names)]))
     return dict(zip(labels, groups.values(), strict=True))
 
 
@@ -282,9 +281,8 @@ def draw_runs(runs: list[Path], out: Path, names: list[str] = (), apart: bool = 
         counts = {label: len(members) for label, members in groups.items()}
         text = {label: f"{label} ({n} seeds)" if n > 1 else label for label, n in counts.items()}
         legend = {textwrap.fill(text[x], 48): plt.Line2D([], [], color=colour[x]) for x in groups}
-        many = "mean and range of the seeds" if max(counts.values()) > 1 else ""
-        title = f"{family} · {runs[0].resolve().name}" if len(runs) == 1 else family
-        save(figure, " · ".join(filter(None, [title, many])), out / f"{family}.png", legend)
+        many = " · mean and range of the seeds" if max(counts.values()) > 1 else ""
+        save(figure, family + many, out / f"{family}.png", legend)
 
 
 def main() -> None:

@@ -258,22 +258,26 @@ def run_ray(jobs: list[tuple], workers: int):
         ray.shutdown()
 
 
-def write_rows(rows: list[dict], results: Path) -> None:
-    """Puts the rows of one seed into {algo}__{env}.csv in place of its old ones; other seeds stay."""
-    results.mkdir(parents=True, exist_ok=True)
-    path = results / f"{rows[0]['algo']}__{slug(rows[0]['env_id'])}.csv"
-    same = lambda row: (int(row["total_timesteps"]), int(row["seed"]))
-    old = []
+def replace_rows(path: Path, columns: list[str], rows: list[dict], same, order) -> None:
+    """Puts rows into a CSV in place of those of the same kind, same(row), and sorts all by order(row)."""
+    new, old = {same(row) for row in rows}, []
     if path.exists():
         with path.open(newline="") as file:
-            old = [row for row in csv.DictReader(file) if same(row) != same(rows[0])]
-    order = lambda row: (*same(row), row["kind"], int(row["step"]))
+            old = [row for row in csv.DictReader(file) if same(row) not in new]
+    path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+        table = csv.DictWriter(file, columns, lineterminator="\n")
         table.writeheader()
         table.writerows(sorted(old + rows, key=order))
     part.replace(path)
+
+
+def write_rows(rows: list[dict], results: Path) -> None:
+    """Puts the rows of one seed into {algo}__{env}.csv in place of its old ones; other seeds stay."""
+    path = results / f"{rows[0]['algo']}__{slug(rows[0]['env_id'])}.csv"
+    same = lambda row: (int(row["total_timesteps"]), int(row["seed"]))
+    replace_rows(path, COLUMNS, rows, same, lambda row: (*same(row), row["kind"], int(row["step"])))
 
 
 def iqm(scores: list[float]) -> float:

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from run import ROOT, commit, cpu_name
+from run import ROOT, commit, cpu_name, replace_rows
 
 OURS, SB3, SBX, OLDER = "plainrl", "stable-baselines3", "sbx", "older script"
 COLUMNS = """
@@ -37,40 +37,47 @@ class Task(NamedTuple):
     algo: str
     env_id: str
     num_envs: int
-    num_steps: int
+    num_steps: int  # steps of each environment in a rollout; for SAC, TD3 and DQN the steps for each update
     update_epochs: int
     num_minibatches: int
     window: int  # rollouts, each with its updates, that are timed
     warmup: int  # rollouts before them
     threads: int  # of torch; 0: torch decides
+    hidden: tuple[int, ...] = (64, 64)  # layers; on Pong the Nature CNN, whose last layer has 512 units
     peer: str = SB3
-    learning_starts: int = 1_000  # steps before the first update of SAC, TD3 and DQN
+    learning_starts: int = 1_000  # this and the next are of SAC, TD3 and DQN
+    batch_size: int = 256
+    buffer_size: int = 1_000_000
+    target_update_every: int = 1_000  # steps between copies of DQN's network
 
 
-# One step and one update are one rollout of SAC and TD3, an update after each 10 or 4 steps one of DQN.
+CHEETAH = dict(window=4000, warmup=2000, threads=2, hidden=(256, 256))  # and Pendulum
+DQN_PONG = dict(hidden=(512,), threads=0, batch_size=32, buffer_size=100_000)
 TASKS = {
     "CartPole-v1": Task("ppo", "CartPole-v1", 4, 128, 4, 4, window=120, warmup=10, threads=1),
     "HalfCheetah-v5": Task("ppo", "HalfCheetah-v5", 1, 2048, 10, 32, window=6, warmup=2, threads=1),
-    "ALE/Pong-v5": Task("ppo", "ALE/Pong-v5", 8, 128, 4, 4, window=6, warmup=2, threads=0),
+    "ALE/Pong-v5": Task("ppo", "ALE/Pong-v5", 8, 128, 4, 4, window=6, warmup=2, threads=0, hidden=(512,)),
     "a2c CartPole-v1": Task("a2c", "CartPole-v1", 4, 5, 1, 1, window=5000, warmup=250, threads=1),
     "trpo Pendulum-v1": Task("trpo", "Pendulum-v1", 4, 400, 10, 16, window=25, warmup=3, threads=1),
-    "sac HalfCheetah-v5": Task("sac", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
-    "sac Pendulum-v1": Task("sac", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
-    "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
-    "td3 Pendulum-v1": Task("ddpg_td3", "Pendulum-v1", 1, 1, 1, 1, window=4000, warmup=2000, threads=2),
-    "a2c ALE/Pong-v5": Task("a2c", "ALE/Pong-v5", 16, 5, 1, 1, window=100, warmup=25, threads=0),
-    "dqn CartPole-v1": Task("dqn", "CartPole-v1", 1, 10, 1, 1, 2000, 210, threads=1, learning_starts=2_000),
-    "dqn ALE/Pong-v5": Task("dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=1000, warmup=275, threads=0),
+    "sac HalfCheetah-v5": Task("sac", "HalfCheetah-v5", 1, 1, 1, 1, **CHEETAH),
+    "sac Pendulum-v1": Task("sac", "Pendulum-v1", 1, 1, 1, 1, **CHEETAH),
+    "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, **CHEETAH),
+    "td3 Pendulum-v1": Task("ddpg_td3", "Pendulum-v1", 1, 1, 1, 1, **CHEETAH),
+    "a2c ALE/Pong-v5": Task("a2c", "ALE/Pong-v5", 16, 5, 1, 1, 100, warmup=25, threads=0, hidden=(512,)),
+    "dqn CartPole-v1": Task(
+        "dqn", "CartPole-v1", 1, 10, 1, 1, window=2000, warmup=210, threads=1, hidden=(120, 84),
+        learning_starts=2_000, batch_size=128, buffer_size=10_000, target_update_every=500,
+    ),
+    "dqn ALE/Pong-v5": Task("dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=1000, warmup=275, **DQN_PONG),
     # 100,000 random steps fill the buffer: for the memory, and for the speed of what is not learning.
     "dqn ALE/Pong-v5 filling": Task(
-        "dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=24_900, warmup=100, threads=0, learning_starts=200_000
+        "dqn", "ALE/Pong-v5", 1, 4, 1, 1, window=24_900, warmup=100, learning_starts=200_000, **DQN_PONG
     ),
-}
+}  # fmt: skip
 for name in [name for name in TASKS if name.startswith(("sac", "td3"))]:
     TASKS[f"{name} {SBX}"] = TASKS[name]._replace(peer=SBX)
 LEARNING = [name for name in TASKS if not name.endswith("filling")]  # measured unless --tasks says so
-
-# What differs from the defaults of Stable-Baselines3 is set on its side, in peer(); the rest is set here.
+# Our settings where the peer has its defaults, or the task says both.
 FLAGS = {
     "ppo": """--num-steps {num_steps} --update-epochs {update_epochs} --num-minibatches {num_minibatches}
         --learning-rate 3e-4 --critic-lr None --gae-lambda 0.95 --entropy-coef 0 --no-normalize-reward""",
@@ -78,29 +85,14 @@ FLAGS = {
         --no-normalize-advantage --no-normalize-reward""",
     "trpo": """--num-steps {num_steps} --value-epochs {update_epochs} --num-minibatches {num_minibatches}
         --critic-lr 1e-3 --gae-lambda 0.95 --cg-iterations 15 --hvp-damping 0.1 --no-normalize-reward""",
-    "sac": """--learning-rate 3e-4 --batch-size 256 --learning-starts {learning_starts} --updates-per-step 1
-        --tau 0.005 --max-grad-norm inf""",
-    "ddpg_td3": """--learning-rate 1e-3 --batch-size 256 --learning-starts {learning_starts}
-        --updates-per-step 1 --tau 0.005 --max-grad-norm inf --exploration-noise 0.1""",
-    "dqn": """--learning-rate 1e-4 --learning-starts {learning_starts} --train-every {num_steps}
-        --updates-per-train 1 --tau 1 --exploration-fraction 0.5 --epsilon-end 0.05 --max-grad-norm 10""",
-}
-NETWORKS = {  # Pong: behind the Nature CNN, which the peers have by themselves
-    "ppo": "--hidden-sizes 64 64 --activation tanh --no-shared-trunk",
-    "a2c": "--hidden-sizes 64 64 --activation tanh --no-shared-trunk",
-    "trpo": "--hidden-sizes 64 64 --activation tanh",
-    "sac": "--hidden-sizes 256 256 --activation relu",
-    "ddpg_td3": "--hidden-sizes 256 256 --activation relu",
-    "dqn": "--hidden-sizes 120 84 --activation relu",
-}
-PONG_NETWORKS = {
-    "ppo": "--hidden-sizes 512 --activation relu --shared-trunk",
-    "a2c": "--hidden-sizes 512 --activation relu --shared-trunk",
-    "dqn": "--hidden-sizes 512 --activation relu",
-}
-DQN = {  # by the names of both sides: batch, rows of the buffer, steps between copies of the network
-    "CartPole-v1": (128, 10_000, 500),
-    "ALE/Pong-v5": (32, 100_000, 1_000),
+    "sac": """--learning-rate 3e-4 --updates-per-step 1 --max-grad-norm inf --tau 0.005
+        --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}""",
+    "ddpg_td3": """--learning-rate 1e-3 --updates-per-step 1 --max-grad-norm inf --tau 0.005
+        --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}
+        --exploration-noise 0.1""",
+    "dqn": """--learning-rate 1e-4 --train-every {num_steps} --updates-per-train 1 --max-grad-norm 10 --tau 1
+        --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}
+        --target-update-every {target_update_every} --exploration-fraction 0.5 --epsilon-end 0.05""",
 }
 SOLVE = dict(
     env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
@@ -109,15 +101,19 @@ SOLVE = dict(
 
 def flags_of(task: Task) -> list[str]:
     """The command line of our script for this task."""
-    rollouts = task.warmup + task.window + 1
-    words = f"""--env-id {task.env_id} --num-envs {task.num_envs} --gamma 0.99 --no-anneal-lr
-        --total-timesteps {rollouts * task.num_envs * task.num_steps} --no-normalize-obs --eval-every 0
-        --eval-episodes 1 --checkpoint-every 0 {FLAGS[task.algo].format(**task._asdict())} """
-    words += (PONG_NETWORKS if task.env_id.startswith("ALE/") else NETWORKS)[task.algo]
-    if task.algo == "dqn":
-        batch, rows, every = DQN[task.env_id]
-        words += f" --batch-size {batch} --buffer-size {rows} --target-update-every {every}"
+    pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * rollout_steps(task)
+    activation = "tanh" if task.algo in ("ppo", "a2c", "trpo") and not pong else "relu"
+    words = f"""--env-id {task.env_id} --num-envs {task.num_envs} --total-timesteps {steps} --gamma 0.99
+        --no-anneal-lr --no-normalize-obs --eval-every 0 --eval-episodes 1 --checkpoint-every 0
+        --hidden-sizes {" ".join(map(str, task.hidden))} --activation {activation} """
+    words += FLAGS[task.algo].format(**task._asdict())
+    if task.algo in ("ppo", "a2c"):
+        words += " --shared-trunk" if pong else " --no-shared-trunk"
     return words.split()
+
+
+def rollout_steps(task: Task) -> int:
+    return task.num_envs * task.num_steps
 
 
 def call(words: list[str]) -> tuple[str, float, float]:
@@ -162,8 +158,8 @@ def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], 
 def speed_of_ours(script: Path, task: Task) -> dict:
     """Environment steps per second between two rows of the log, logging included."""
     rows, about, _ = run_ours(script, flags_of(task), task.threads)
-    batch = task.num_envs * task.num_steps
-    begin, end = task.warmup * batch, (task.warmup + task.window) * batch
+    begin = task.warmup * rollout_steps(task)
+    end = begin + task.window * rollout_steps(task)
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
     if len(rows) < 2:
@@ -230,12 +226,12 @@ def solve_in_peer(algorithm, seed, env_id, stop_return, total_timesteps, eval_ev
 
 
 def make_model(library, task: Task):
-    """The peer's model of this task; what is not given is its default, and set on our side in FLAGS."""
+    """The peer's model of this task; what is not given is its default, which FLAGS has for our side."""
     from stable_baselines3.common.env_util import make_atari_env, make_vec_env
     from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecFrameStack
 
-    pong, batch = task.env_id.startswith("ALE/"), task.num_envs * task.num_steps
+    pong = task.env_id.startswith("ALE/")
     if pong:
         importlib.import_module("gymnasium").register_envs(importlib.import_module("ale_py"))
         one_frame = {"frameskip": 1, "repeat_action_probability": 0.25}  # AtariWrapper skips the frames
@@ -243,29 +239,31 @@ def make_model(library, task: Task):
         envs = VecFrameStack(envs, 4)
     else:
         envs = make_vec_env(task.env_id, n_envs=task.num_envs, seed=1)
-    same = dict(policy="CnnPolicy" if pong else "MlpPolicy", env=envs, seed=1, device="cpu")
-    if task.algo in ("sac", "ddpg_td3"):
-        same |= dict(policy_kwargs=dict(net_arch=[256, 256]), batch_size=256)
-        same |= dict(learning_starts=task.learning_starts)
-        same |= {} if task.peer == SB3 else dict(device="auto")
-        if task.algo == "sac":
-            return library.SAC(**same)
-        shape = envs.action_space.shape
-        return library.TD3(action_noise=NormalActionNoise([0.0] * shape[0], [0.1] * shape[0]), **same)
+    same = dict(
+        policy="CnnPolicy" if pong else "MlpPolicy", env=envs, seed=1,
+        policy_kwargs={} if pong else dict(net_arch=list(task.hidden)),  # PPO, A2C, TRPO: tanh, two networks
+        device="cpu" if task.peer == SB3 else "auto",
+    )  # fmt: skip
+    names = "batch_size", "buffer_size", "learning_starts"
+    replay = {name: getattr(task, name) for name in names}
+    minibatch = rollout_steps(task) // task.num_minibatches
+    if task.algo == "sac":
+        return library.SAC(**replay, **same)
+    if task.algo == "ddpg_td3":
+        size = envs.action_space.shape[0]
+        return library.TD3(action_noise=NormalActionNoise([0.0] * size, [0.1] * size), **replay, **same)
     if task.algo == "dqn":
-        batch, rows, every = DQN[task.env_id]
         return library.DQN(
-            train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5, batch_size=batch,
-            buffer_size=rows, target_update_interval=every, learning_starts=task.learning_starts,
-            policy_kwargs={} if pong else dict(net_arch=[120, 84]), **same,
+            train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5,
+            target_update_interval=task.target_update_every, **replay, **same,
         )  # fmt: skip
     if task.algo == "a2c":
         return library.A2C(n_steps=task.num_steps, use_rms_prop=False, **same)  # Adam on both sides
-    same |= dict(n_steps=task.num_steps, batch_size=batch // task.num_minibatches)
     if task.algo == "trpo":
         contrib = importlib.import_module("sb3_contrib")
+        same |= dict(n_steps=task.num_steps, batch_size=minibatch)
         return contrib.TRPO(n_critic_updates=task.update_epochs, **same)
-    return library.PPO(n_epochs=task.update_epochs, **same)
+    return library.PPO(n_steps=task.num_steps, n_epochs=task.update_epochs, batch_size=minibatch, **same)
 
 
 def speed_in_peer(library, task: Task) -> dict:
@@ -282,27 +280,19 @@ def speed_in_peer(library, task: Task) -> dict:
         def _on_step(self):
             return True
 
-    clock, batch = Clock(), task.num_envs * task.num_steps
-    make_model(library, task).learn((task.warmup + task.window + 1) * batch, callback=clock)
-    seconds = clock.times[task.warmup + task.window] - clock.times[task.warmup]
-    return dict(env_steps=task.window * batch, seconds=round(seconds, 3))
+    clock, end = Clock(), task.warmup + task.window
+    make_model(library, task).learn((end + 1) * rollout_steps(task), callback=clock)
+    seconds = clock.times[end] - clock.times[task.warmup]
+    return dict(env_steps=task.window * rollout_steps(task), seconds=round(seconds, 3))
 
 
 # -------------------------------------------------------------------------------------------------- the sides
-def write_rows(rows: list[dict], path: Path) -> None:
-    """Puts these rows in place of older ones of the same kind, task and threads."""
-    same = lambda row: (row["kind"], row["task"], str(row["threads"]))
-    new, old = {same(row) for row in rows}, []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = [row for row in csv.DictReader(file) if same(row) not in new]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    with part.open("w", newline="") as file:
-        table = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-        table.writeheader()
-        table.writerows(sorted(old + rows, key=lambda row: (*same(row), int(row["pair"]), row["library"])))
-    part.replace(path)
+def same_task(row: dict) -> tuple:
+    return row["kind"], row["task"], str(row["threads"])
+
+
+def same_pair(row: dict) -> tuple:
+    return *same_task(row), int(row["pair"]), row["library"]
 
 
 def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
@@ -358,7 +348,7 @@ def main() -> None:
             SB3: lambda seed: solve_peer(args.sb3_python, seed, threads),
         }
         rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
-        write_rows(rows, args.out)
+        replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
         return
     for name in args.tasks:
         task = TASKS[name]
@@ -375,7 +365,8 @@ def main() -> None:
         settings = {field: value for field, value in task._asdict().items() if field in COLUMNS}
         rows = compare("speed", name, sides, common | settings, args.pairs)
         if not args.no_peer:
-            write_rows([row for row in rows if row["library"] != OLDER], args.out)
+            rows = [row for row in rows if row["library"] != OLDER]
+            replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
 
 
 if __name__ == "__main__":

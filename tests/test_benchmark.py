@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT, fork, load_script, wait
+from conftest import ALGOS, ROOT, fork, load_script, wait
 
 BENCHMARK = ROOT / "benchmark"
 sys.path.insert(0, str(BENCHMARK))
@@ -176,18 +176,18 @@ def test_speed_takes_turns_and_the_median_of_the_ratios(capsys):
 def test_arguments_of_the_speed_tasks_are_those_of_the_scripts(monkeypatch):
     speed, seen = tool("speed"), []
 
-    def run_ours(algo, arguments, threads):
-        script = load_script(algo)
+    def run_ours(path, arguments, threads):
+        script = load_script(path.stem)
         script.set_up(script.parse_args([*arguments, "--device", "cpu"]))
-        seen.append(algo)
+        seen.append(path.stem)
         raise SystemExit
 
     monkeypatch.setattr(speed, "run_ours", run_ours)
     for task in speed.TASKS.values():
         with pytest.raises(SystemExit):
-            speed.speed_of_ours(task)
+            speed.speed_of_ours(ALGOS / f"{task.algo}.py", task)
     assert set(seen) == {"ppo", "a2c", "trpo", "dqn", "sac", "ddpg_td3"}
 
 
 def test_readme_and_docs_show_what_was_measured():
-    call("make_readme_table.py", "--check")
+    call("tables.py", "--check")
