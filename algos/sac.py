@@ -631,8 +631,8 @@ def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEn
 
 def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    for given in (info, next_info):  # a mask from some environments only would be 0 for the others
-        if "action_mask" in {*info, *next_info} and not given.get("_action_mask", np.False_).all():
+    if "action_mask" in info or "action_mask" in next_info:  # one of some environments is 0 for the others
+        if not all(given.get("_action_mask", np.False_).all() for given in (info, next_info)):
             raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
     if not done.any():
         return next_obs, next_info
@@ -880,7 +880,7 @@ class Run:
         self.env_steps += len(reward)
         self.episode_return += reward
         self.episode_length += 1
-        for i in np.flatnonzero(done):
+        for i in done.nonzero()[0]:
             self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
             self.episode_return[i] = self.episode_length[i] = 0
 
