@@ -117,7 +117,7 @@ SUITES = {
         Cell("q_learning", "CartPole-v1", 500_000, seeds=5),
     ],
     "dqn": [
-        Cell("dqn", "CartPole-v1", 50_000, seeds=5, bar=475),
+        Cell("dqn", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("dqn", "Acrobot-v1", 100_000, seeds=5, bar=-77),
         Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
