@@ -94,9 +94,7 @@ class Args:
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
     tau: Share = 0.005  # share of the new weights in each update of the target networks
-    alpha: Annotated[float, (1e-8, math.inf)] = (
-        1.0  # temperature, the weight of the entropy: at first or, without auto_alpha, always
-    )
+    alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
     target_entropy: float | None = None  # in nats; None: -dimensions of a Box, log(n) / 2 of Discrete(n)
     caps_temporal: Rate = 0.0  # weight of the distance between the actions of successive states

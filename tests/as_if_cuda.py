@@ -24,7 +24,8 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 aten = torch.ops.aten
 WAITS = {aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select, aten.equal,
-         aten.bincount, aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.multinomial, aten.normal}  # fmt: skip
+         aten.bincount, aten.unique_consecutive, aten._unique2, aten.unique_dim, aten.multinomial,
+         aten.normal}  # fmt: skip
 NO_KERNEL = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.detach, aten.alias,
              aten._unsafe_view, aten.lift_fresh}  # fmt: skip
 INDEXING = {aten.index, aten.index_put, aten.index_put_, aten._unsafe_index}

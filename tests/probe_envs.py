@@ -99,16 +99,16 @@ class Boundary(Probe):
 
 
 class Ones(Probe):
-    """Pays 1 per step; every 10 steps it is truncated, or terminates. Nothing to observe."""
+    """Pays 1 per step, or for action 1 alone; every 10 steps it is truncated, or terminates."""
 
-    def __init__(self, pay: float = 1.0, terminates: bool = False, **kwargs):
+    def __init__(self, pay: float = 1.0, terminates: bool = False, choosy: bool = False, **kwargs):
         super().__init__(**kwargs)
-        self.pay, self.terminates = pay, terminates
+        self.pay, self.terminates, self.choosy = pay, terminates, choosy
 
     def step(self, action):
         self.t += 1
-        end = self.t == 10
-        return self.observe(), self.pay, end and self.terminates, end and not self.terminates, {}
+        end, reward = self.t == 10, self.pay * float(action if self.choosy else 1)
+        return self.observe(), reward, end and self.terminates, end and not self.terminates, {}
 
 
 class Boxes(Probe):

@@ -21,8 +21,8 @@ if torch.cuda.is_available() or not torch.__version__.startswith("2.13."):
 
 SHORT = dict(
     total_timesteps=128, num_envs=2, num_steps=16, eval_every=32, eval_max_steps=5, checkpoint_every=16,
-    log_every=32, learning_rate=0.01, anneal_lr=True, update_epochs=2, value_epochs=2, num_minibatches=2, hidden_sizes=(8,),
-    learning_starts=40, train_every=4, updates_per_step=0.25, batch_size=8,
+    log_every=32, learning_rate=0.01, anneal_lr=True, update_epochs=2, value_epochs=2, num_minibatches=2,
+    hidden_sizes=(8,), learning_starts=40, train_every=4, updates_per_step=0.25, batch_size=8,
 )  # fmt: skip
 PROBE = "probe_envs:{}-v0".format
 BOX = dict(env_kwargs={"actions": "box"})
