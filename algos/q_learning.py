@@ -147,7 +147,7 @@ def train(args: Args) -> np.ndarray:
         if run.finished:
             return run.close(envs)
         agent.epsilon = epsilon_after(episodes.finished, args)
-        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
+        if run.env_steps in (0, run.saved_at):  # what follows depends on the checkpoint alone
             envs, obs, info = start_segment(args, run.env_steps, envs)
             state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
             rewards = []

@@ -16,7 +16,6 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import torch
 from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
 from run import ROOT, load_script
 
@@ -33,23 +32,19 @@ def smoothness(actions: np.ndarray) -> float:
 
 def play(sac, run: Path) -> tuple[list[np.ndarray], list[float]]:
     """Actions (T, A) and returns of the episodes that the last policy of a run plays without noise."""
-    args = sac.parse_args(["--evaluate", str(run)])
-    env = sac.make_envs(args, 1)
-    actor = sac.Actor(env.single_observation_space, env.single_action_space, args)
-    actor.load_state_dict(torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)["agent"])
-    space = sac.gym.make(args.env_id).action_space
+    args, policy = sac.parse_args(["--evaluate", str(run)]), sac.load_policy(run)
+    envs, space = sac.make_envs(args, 1), sac.gym.make(args.env_id).action_space
     episodes, returns = [], []
     for episode in range(EPISODES):
-        (obs, _), done, actions, total = env.reset(seed=FIRST_SEED + episode), False, [], 0.0
+        (obs, info), done, actions, total = envs.reset(seed=FIRST_SEED + episode), False, [], 0.0
         while not done:
-            with torch.inference_mode():
-                action = actor.mean(actor.normalize(sac.to_tensor(obs, torch.device("cpu")))).numpy()
-            obs, reward, terminated, truncated, _ = env.step(action)
+            action = policy(obs, info)
+            obs, reward, terminated, truncated, info = envs.step(action)
             actions.append(space.low + (action[0] + 1) / 2 * (space.high - space.low))
             done, total = bool(terminated[0] or truncated[0]), total + float(reward[0])
         episodes.append(np.stack(actions))
         returns.append(total)
-    env.close()
+    envs.close()
     return episodes, returns
 
 

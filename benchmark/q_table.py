@@ -2,12 +2,10 @@
 
     python benchmark/q_table.py --run runs/FrozenLake-v1/q_learning/1-20270131-120000
     python benchmark/q_table.py --cliff docs/img/cliff.png
-    python benchmark/q_table.py --speed
 
 --run writes RUN/plots/values.png, the value max_a Q(s, a) of each state, and RUN/plots/policy.png, the action
 of that value. --cliff trains SARSA and Q-learning with epsilon 0.1, and draws the return of each episode
-while they learn; its numbers are in benchmark/results/cliff.csv. --speed compares the steps per second of
-training on FrozenLake-v1 with those of its environments alone. Nothing else may run meanwhile.
+while they learn; its numbers are in benchmark/results/cliff.csv.
 """
 
 import argparse
@@ -15,10 +13,8 @@ import contextlib
 import csv
 import io
 import json
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import gymnasium as gym
@@ -64,14 +60,14 @@ def draw_table(run: Path) -> None:
     """Writes RUN/plots/values.png and RUN/plots/policy.png. States that were never left stay white."""
     args = json.loads((run / "args.json").read_text())
     agent = torch.load(run / "checkpoint.pt", weights_only=True)["agent"]
-    env = gym.make(args["env_id"], **json.loads(args["env_kwargs"]))
-    q_values = agent["q_values"].numpy()
+    env = gym.make(args["env_id"], **args["env_kwargs"])
+    q_values, sizes = agent["q_values"].numpy(), agent["_extra_state"][0].long().tolist()
     seen = (q_values != args["initial_value"]).any(axis=(0, 2))
     q_values = q_values.mean(axis=0)
     known = next((SYMBOLS[name] for name in SYMBOLS if env.spec.id.startswith(name)), None)
     symbols = known or [str(action) for action in range(q_values.shape[1])]
     colours = matplotlib.colors.ListedColormap([COLOURS[i % len(COLOURS)] for i in range(len(symbols))])
-    shape = lambda numbers: pictures_of(np.where(seen, numbers, np.nan).reshape(agent["sizes"]), env)
+    shape = lambda numbers: pictures_of(np.where(seen, numbers, np.nan).reshape(sizes), env)
     values, policy = shape(q_values.max(axis=1)), shape(q_values.argmax(axis=1))
     (run / "plots").mkdir(exist_ok=True)
     for what, pictures in {"values": values, "policy": policy}.items():
@@ -105,18 +101,22 @@ def draw_table(run: Path) -> None:
 # ------------------------------------------------------------------------------------------------- the cliff
 def episode_returns(q_learning, rule: str, seed: int, episodes: int) -> list[float]:
     """Returns of the first episodes while learning, as in the example, which leaves alpha open (0.5 here)."""
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    returns = []
 
+    class Watched(q_learning.Run):
+        def log(self, metrics):
+            returns.extend(return_ for return_, _ in self.episodes)
+            super().log(metrics)
+
+    q_learning.Run, run = Watched, q_learning.Run
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         q_learning.train(q_learning.Args(
-            env_id="CliffWalking-v1", update_rule=rule, seed=seed, run_dir=f"{folder}/run", num_envs=1,
-            total_timesteps=10_000 + 30 * episodes, max_episode_steps=10_000, eval_every=0, eval_episodes=1,
-            checkpoint_every=0, learning_rate=0.5, anneal_lr=False, gamma=1.0, epsilon_start=0.1,
-            epsilon_decay=1.0, epsilon_min=0.0,
+            env_id="CliffWalking-v1", env_kwargs=dict(max_episode_steps=10_000), update_rule=rule, seed=seed,
+            run_dir=f"{folder}/run", num_envs=1, total_timesteps=10_000 + 30 * episodes, eval_every=0,
+            eval_episodes=1, checkpoint_every=0, log_every=1_000, learning_rate=0.5, anneal_lr=False,
+            gamma=1.0, epsilon_start=0.1, epsilon_decay=1.0, epsilon_min=0.0,
         ))  # fmt: skip
-        events = EventAccumulator(f"{folder}/run", size_guidance={"scalars": 0})
-        events.Reload()
-        returns = [event.value for event in events.Scalars("train/episode_return")]
+    q_learning.Run = run
     if len(returns) < episodes:
         sys.exit(f"q_table.py: {rule} with seed {seed} finished {len(returns)} episodes of {episodes}")
     return returns[:episodes]
@@ -129,7 +129,7 @@ def draw_cliff(out: Path, table: Path, seeds: int, episodes: int) -> None:
         rows = csv.writer(file)
         rows.writerow(["update_rule", "episode", "seeds", "return_mean", "return_std"])
         for (rule, label), colour in zip(
-            {"sarsa": "SARSA", "q": "Q-learning"}.items(), COLOURS, strict=False
+            {"sarsa": "SARSA", "q_learning": "Q-learning"}.items(), COLOURS, strict=False
         ):
             returns = [episode_returns(q_learning, rule, seed, episodes) for seed in range(1, seeds + 1)]
             mean, std = np.mean(returns, axis=0), np.std(returns, axis=0)
@@ -146,43 +146,6 @@ def draw_cliff(out: Path, table: Path, seeds: int, episodes: int) -> None:
     print(out)
 
 
-def steps_per_second(q_learning, num_envs: int, steps: int) -> tuple[float, float]:
-    """Of training on FrozenLake-v1, logging included, and of the same environments with random actions."""
-    flags = (
-        f"--env-id FrozenLake-v1 --num-envs {num_envs} --total-timesteps {steps} --log-every {steps // 10}"
-    )
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        words = [*flags.split(), "--eval-every", "0", "--checkpoint-every", "0", "--run-dir", f"{folder}/run"]
-        args = q_learning.parse_args([*words, "--eval-episodes", "1"])
-        q_learning.train(args)
-        with Path(folder, "run/progress.csv").open(newline="") as file:
-            rows = list(csv.DictReader(file))[1:-1]  # the first starts up, the last evaluates
-    seconds = float(rows[-1]["wall_time"]) - float(rows[0]["wall_time"])
-    training = (int(rows[-1]["step"]) - int(rows[0]["step"])) / seconds
-    envs, _, _ = q_learning.start_segment(args, 0)
-    actions = np.random.randint(envs.single_action_space.n, size=(steps // num_envs // 2, num_envs))
-    start = time.perf_counter()
-    for action in actions:
-        obs, _, terminated, truncated, info = envs.step(action)
-        q_learning.reset_done(envs, obs, info, terminated | truncated)
-    alone = actions.size / (time.perf_counter() - start)
-    envs.close()
-    return training, alone
-
-
-def print_speed(pairs: int = 3, steps: int = 200_000) -> None:
-    q_learning = load_script("q_learning")
-    for num_envs in (16, 64, 256):
-        measured = [steps_per_second(q_learning, num_envs, steps) for _ in range(pairs)]
-        training, alone = (statistics.median(side) for side in zip(*measured, strict=True))
-        share = statistics.median(a / b for a, b in measured)
-        print(
-            f"FrozenLake-v1, {num_envs} environments: training {training:,.0f} steps/s, the environments "
-            f"alone {alone:,.0f}, training reaches {share:.0%} of it (medians of {pairs} pairs)",
-            flush=True,
-        )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -192,13 +155,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=50, help="trainings of each rule; goes with --cliff")
     parser.add_argument("--episodes", type=int, default=500, help="episodes of each; goes with --cliff")
     parser.add_argument("--table", type=Path, default=ROOT / "benchmark" / "results" / "cliff.csv")
-    parser.add_argument("--speed", action="store_true", help="measure and print steps per second")
     args = parser.parse_args()
-    if bool(args.run) + bool(args.cliff) + args.speed != 1:
-        parser.error("give one of --run FOLDER, --cliff PICTURE and --speed")
-    if args.speed:
-        print_speed()
-        return
+    if bool(args.run) == bool(args.cliff):
+        parser.error("give one of --run FOLDER and --cliff PICTURE")
     plt.rcParams.update(STYLE)
     if args.cliff:
         draw_cliff(args.cliff, args.table, args.seeds, args.episodes)

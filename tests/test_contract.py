@@ -196,6 +196,12 @@ def test_environments_in_processes_give_the_same_numbers(script):
     assert progress("sync") == progress("async") and equal(parts("sync"), parts("async"))
 
 
+def test_without_checkpoints_and_evaluations_there_is_one_of_each_at_the_end(script):
+    script.train(tiny(script, eval_every=0, checkpoint_every=0))
+    (row,) = [row for row in progress() if "eval/return_mean" in row]
+    assert row["step"] == checkpoint()["run"]["env_steps"] >= 384
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in EPISODIC])
 def test_an_environment_that_never_ends_trains_and_is_evaluated(name):
     script = load_script(name)
