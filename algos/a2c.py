@@ -401,7 +401,7 @@ class RewardNorm(RunningNorm):
 
 # Own trials, results in benchmark/results; LunarLander and MuJoCo (HalfCheetah, 300k steps): one seed.
 TUNED = {
-    "CartPole-v1": dict(total_timesteps=200_000, critic_lr=3e-3, anneal_lr=True),
+    "CartPole-v1": dict(total_timesteps=200_000, num_envs=8, num_steps=8, critic_lr=3e-3, anneal_lr=True),
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3, anneal_lr=True,
                        normalize_advantage=True, normalize_obs=True, normalize_reward=True,
                        eval_every=25_000),

@@ -127,6 +127,8 @@ def es_gradient(weights, noise, sigma, mirrored):
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # of torchrun: a GPU for each process
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = set_up(args)
     if args.mirrored_sampling and args.population % 2:
         raise UsageError(f"--population {args.population} is odd: --mirrored-sampling needs pairs")

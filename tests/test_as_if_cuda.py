@@ -41,6 +41,7 @@ CASES = {
     "dqn": ("dqn", {}, 0),
     "dqn, all": ("dqn", dict(double=True, dueling=True, noisy=True, n_step=3, per=True), 13),
     "dqn, image": ("dqn", IMAGE, 0),
+    "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
@@ -114,7 +115,7 @@ def problems(case: str, compile: bool, device="vgpu", steps=None, change=lambda 
         waits = {
             line: n for line, n in gpu.waits.items() if not PAUSES & set(re.findall(r"\w+(?=:\d)", line))
         }
-        updates = [line for line in waits if re.search(r"\bupdate\w*:\d", line) and name != "trpo"]
+        updates = [line for line in waits if re.search(r"\bupdate\w*:\d", line) and name not in ("trpo", "es")]
         found += [f"wait in an update: {line}" for line in updates]
         if sum(waits.values()) > got[0]["run"]["env_steps"] / 2 + more_waits:
             found.append(f"too many waits: {waits}")
@@ -146,6 +147,20 @@ def test_a_run_moves_to_cuda_and_back(name):
         return learned("run")
 
     assert equal(in_a_fork(as_if), (state, log))
+
+
+def test_each_process_of_torchrun_has_a_gpu_of_its_own(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+
+    def as_if():
+        import as_if_cuda
+
+        path = ALGOS / "es.py"
+        with as_if_cuda.as_if_cuda(path) as gpu:
+            train(as_if_cuda.load(path), "run", device="vgpu", population=4)
+            return gpu.current
+
+    assert in_a_fork(as_if) == 1
 
 
 # case: right text -> wrong text -> what is found, with a graph on the second GPU.

@@ -298,20 +298,21 @@ def test_what_it_cannot_do_is_refused_with_a_way_out(script, words, hint):
 
 
 # ---------------------------------------------------------------------------------------------- ddpg and td3
-@pytest.mark.parametrize("change, low, high", [
-    ({}, -math.inf, math.inf),
-    (dict(clip_return=3.0), -3, 3),
-    (dict(clip_return=3.0, clip_positive_returns=True), -3, 0),
+@pytest.mark.parametrize("scale, change, low, high", [
+    (0.1, {}, -math.inf, math.inf),
+    (0.1, dict(clip_return=2.0), -2, 2),
+    (-0.1, dict(clip_return=2.0), -2, 2),
+    (0.1, dict(clip_return=2.0, clip_positive_returns=True), -2, 0),
 ])  # fmt: skip
-def test_the_target_is_the_reward_and_the_least_value_of_the_target_critics(seen, record, change, low, high):
+def test_the_target_is_the_reward_and_the_least_value_of_targets(seen, record, scale, change, low, high):
     losses, drawn = record(td3, "critic_loss"), batches(td3, record)
-    options = dict(learning_rate=0.01, reward_scale=0.1, gamma=0.5, target_noise=0.0, tau=0.0)
+    options = dict(learning_rate=0.01, reward_scale=scale, gamma=0.5, target_noise=0.0, tau=0.0)
     quick(td3, "Boundary", **options, **change)
     batch, agent = drawn[-1], seen["agent"]
     with torch.no_grad():
         values = agent.target_critic(batch["next_obs"], agent.target_actor(batch["next_obs"]))
     assert (values[0] - values[1]).abs().min() > 1e-4
-    target = 0.1 * batch["reward"] + batch["discount"] * torch.minimum(*values)
+    target = scale * batch["reward"] + batch["discount"] * torch.minimum(*values)
     torch.testing.assert_close(losses[-1][0][1], target.clamp(low, high))
     assert 0 in batch["discount"] and 0.5 in batch["discount"]
 
