@@ -218,6 +218,14 @@ def test_to_tensor_gives_float32(ppo):
     assert ppo.to_tensor(np.zeros(3, dtype=np.int64), CPU).dtype == torch.int64
 
 
+def test_torch_gets_the_threads_that_are_asked_for(ppo):
+    before = torch.get_num_threads()
+    for asked, given in ((3, 3), (0, 3), (1, 1)):
+        ppo.set_up(ppo.Args(torch_threads=asked))
+        assert torch.get_num_threads() == given
+    torch.set_num_threads(before)
+
+
 def test_a_segment_depends_on_seed_and_step_alone(ppo):
     args, draws = tiny(ppo), []
     for env_steps, seed in ((64, 1), (64, 1), (128, 1), (64, 2)):
