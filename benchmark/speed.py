@@ -147,7 +147,7 @@ def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], 
     """One training: the rows of its log, what the CSV says of it, and its seconds from command to exit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
-        words = [*flags, "--torch-threads", str(threads), "--device", "cpu", "--run-dir", str(run)]
+        words = ["--device", "cpu", *flags, "--torch-threads", str(threads), "--run-dir", str(run)]
         _, seconds, memory = call([sys.executable, str(script), *words])
         rows, about = read_log(run), json.loads((run / "environment.json").read_text())
     about = about[-1] if isinstance(about, list) else about  # the first edition has one entry

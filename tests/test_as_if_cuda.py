@@ -115,7 +115,9 @@ def problems(case: str, compile: bool, device="vgpu", steps=None, change=lambda 
         waits = {
             line: n for line, n in gpu.waits.items() if not PAUSES & set(re.findall(r"\w+(?=:\d)", line))
         }
-        updates = [line for line in waits if re.search(r"\bupdate\w*:\d", line) and name not in ("trpo", "es")]
+        updates = [
+            line for line in waits if re.search(r"\bupdate\w*:\d", line) and name not in ("trpo", "es")
+        ]
         found += [f"wait in an update: {line}" for line in updates]
         if sum(waits.values()) > got[0]["run"]["env_steps"] / 2 + more_waits:
             found.append(f"too many waits: {waits}")

@@ -159,6 +159,14 @@ def test_a_stretched_action_is_minus_one_to_one(ppo):
         assert np.allclose(probe_envs.Boxes.actions[-1], sent, atol=1e-6)
 
 
+def test_atari_pays_what_the_game_pays(ppo):
+    envs, rewards = ppo.make_envs(ppo.Args(env_id="ALE/MsPacman-v5"), 1), []
+    envs.reset(seed=1)
+    for _ in range(100):
+        rewards.append(float(envs.step(np.array([3]))[1][0]))
+    assert max(rewards) >= 10  # a pill; its sign would be 1
+
+
 def test_atari_has_sticky_actions_unless_told_otherwise(ppo):
     args, games = ppo.make_args("ALE/Pong-v5"), []
     for kwargs in ({}, {"repeat_action_probability": 0.25}, {"repeat_action_probability": 0.0}):
@@ -479,8 +487,10 @@ def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, mo
     assert not list(Path("run").glob("*.part"))
 
 
-def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo):
-    args = tiny(ppo, env_id="probe_envs:Slow-v0", async_envs=True, total_timesteps=10**6)
+@pytest.mark.parametrize("checkpoint_every", [0, 64])  # the first environments are there before the handlers
+def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo, checkpoint_every):
+    changes = dict(checkpoint_every=checkpoint_every, total_timesteps=10**6)
+    args = tiny(ppo, env_id="probe_envs:Slow-v0", async_envs=True, **changes)
     pid = fork(lambda: os.setsid() or sys.exit(call_main(ppo, *flags(args))))
     while not Path("run/progress.jsonl").exists() or len(progress()) < 3:
         time.sleep(0.05)

@@ -1,0 +1,436 @@
+"""DQN: its learning rule, networks, replay memory and rhythm."""
+
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import checkpoint, equal, load_script, parts, progress, tiny
+from gymnasium.spaces import Box, Discrete
+from probe_envs import boundary_length, boundary_reward, boundary_terminates
+from torch.nn import functional as F
+
+dqn = load_script("dqn")
+CPU, FOUR = torch.device("cpu"), Box(-1, 1, (4,))
+ALL = dict(double=True, dueling=True, noisy=True, n_step=3, per=True)
+
+
+def arguments(env="Walk", run_dir="run", **changes):
+    """Arguments of 48 steps of two environments, with an update after every fifth, without a pause."""
+    env_id = f"probe_envs:{env}-v0" if env[-3:-1] != "-v" else env
+    plain = dict(
+        env_id=env_id, env_kwargs={}, total_timesteps=96, learning_starts=20, train_every=5,
+        target_update_every=10, normalize_obs=False, eval_every=0, checkpoint_every=0,
+    )  # fmt: skip
+    return tiny(dqn, run_dir, **plain | changes)
+
+
+def quick(env="Walk", **changes):
+    return dqn.train(arguments(env, **changes))
+
+
+def new_agent(actions=3, obs_space=FOUR, **changes):
+    torch.manual_seed(0)
+    return dqn.Agent(obs_space, Discrete(actions), arguments(**changes), CPU)
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """seen(owner, name) lists (step, arguments, result) of calls from then on; seen.run is the last Run."""
+
+    def seen(owner, name):
+        calls, original = [], getattr(owner, name)
+
+        def watched(*args, **kwargs):
+            seen.run = args[0] if owner is dqn.Run else seen.run
+            result = original(*args, **kwargs)
+            calls.append((getattr(seen.run, "env_steps", 0), args, result))
+            seen.order.append((name, calls[-1][0]))
+            return result
+
+        monkeypatch.setattr(owner, name, watched)
+        return calls
+
+    seen.run, seen.order = None, []
+    seen(dqn.Run, "__init__")
+    return seen
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+def test_targets_and_losses_are_those_of_the_equations():
+    target_q, online_q = torch.tensor([[1.0, 5.0], [4.0, 2.0]]), torch.tensor([[3.0, 2.0], [0.0, 1.0]])
+    reward, discount = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
+    assert dqn.td_target(reward, discount, target_q).tolist() == [3.5, 3]
+    assert dqn.td_target(reward, discount, target_q, online_q).tolist() == [1.5, 2.5]  # it chooses only
+    assert dqn.td_target(reward, torch.zeros(2), target_q, online_q).tolist() == [1, 2]
+    error, weight, zero = torch.randn(100) * 3, torch.rand(100), torch.zeros(100)
+    for loss, truth in (("huber", F.huber_loss), ("mse", lambda *x, **how: F.mse_loss(*x, **how) / 2)):
+        expected = (truth(error, zero, reduction="none") * weight).sum() / 100
+        torch.testing.assert_close(dqn.q_loss(error, loss, weight), expected)
+
+
+@pytest.mark.parametrize("change, expected", [
+    ({}, [1, 1, 0.74, 0.5, 0.1, 0.1]), (dict(exploration_fraction=0.0), [1, 1, 0.1, 0.1, 0.1, 0.1]),
+    (dict(noisy=True), [1, 1, 0, 0, 0, 0]),
+])  # fmt: skip
+def test_epsilon_falls_in_a_line_after_a_random_start(change, expected):
+    given = dict(learning_starts=100, total_timesteps=1000, epsilon_start=0.9, epsilon_end=0.1)
+    args = arguments(**given | dict(exploration_fraction=0.5) | change)
+    assert [dqn.epsilon_at(at, args) for at in (0, 99, 100, 250, 500, 900)] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(loss="mse", per=True), dict(n_step=3)])
+def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
+    """At each update; the errors, not the losses, become priorities, and the log tells the last update."""
+    batches, samples = seen(dqn.FrameBuffer, "transitions"), seen(dqn.FrameBuffer, "sample")
+    priorities, clips = seen(dqn.FrameBuffer, "set_priority"), seen(dqn, "clip_gradients")
+    real, found, disagreed = dqn.q_loss, [], 0
+
+    def watched(td_error, loss, weight):
+        nonlocal disagreed
+        batch, agent, target = batches[-1][2], seen.run.parts["agent"], seen.run.parts["target_agent"]
+        with torch.no_grad():
+            by_target, by_agent = (network(batch["next_obs"]) for network in (target, agent))
+            q_values = agent(batch["obs"])
+        best, rows = (by_agent if flags.get("double") else by_target).argmax(1), torch.arange(len(weight))
+        q_value = q_values[rows, batch["action"]]
+        found.append((batch["reward"] + batch["discount"] * by_target[rows, best] - q_value, q_value))
+        disagreed += (by_target.argmax(1) != by_agent.argmax(1)).any()
+        torch.testing.assert_close(td_error.detach(), found[-1][0])
+        torch.testing.assert_close(weight.double(), torch.from_numpy(samples[-1][2][1]), rtol=1e-5, atol=1e-6)
+        assert loss == flags.get("loss", "huber")
+        return real(td_error, loss, weight)
+
+    monkeypatch.setattr(dqn, "q_loss", watched)
+    slow = dict(gamma=0.9, tau=0.5, target_update_every=40, per_beta_start=0.2, max_grad_norm=0.3)
+    quick(learning_rate=0.05, train_every=4, total_timesteps=160, updates_per_train=2, **slow, **flags)
+    assert len(priorities) == len(found) == 72 and disagreed > 5
+    for (step, given, drawn), (_, priority, _), (error, _) in zip(samples, priorities, found, strict=True):
+        torch.testing.assert_close(priority[2], error)
+        assert priority[1] is drawn[0] and given[2] == pytest.approx(0.2 + 0.8 * (step - 2) / 160)
+    (error, q_value), row = found[-1], progress()[-2]  # an evaluation follows
+    expected = [error.abs().mean().item(), q_value.mean().item(), q_value.max().item()]
+    assert [row[name] for name in ("loss/td_error", "q/mean", "q/max")] == pytest.approx(expected)
+    assert {args[1] for _, args, _ in clips} == {0.3}
+
+
+def test_rewards_are_clipped_and_scaled_for_learning(seen):
+    batches = seen(dqn.FrameBuffer, "transitions")
+    for change, expected in (({}, -1.5), (dict(clip_reward=True), -0.5)):
+        batches.clear()
+        quick("Ones", run_dir=f"{expected}", env_kwargs={"pay": -3.0}, reward_scale=0.5, **change)
+        assert len(batches) > 10 and all((batch["reward"] == expected).all() for *_, batch in batches)
+
+
+@pytest.mark.parametrize("switches", [{}, ALL], ids="-".join)
+def test_values_are_of_the_endless_sum_where_episodes_are_only_truncated(switches, seen):
+    """1 per step for ever is worth 1 / (1 - 0.7) = 10 / 3; ten steps would be 2.6 in the mean."""
+    often = dict(train_every=1, target_update_every=5, total_timesteps=400)
+    quick("Ones", gamma=0.7, learning_rate=0.03, loss="mse", **often, **switches)
+    q_values = seen.run.parts["agent"].eval()(torch.zeros(1, 4))
+    assert q_values.max().item() == pytest.approx(10 / 3, abs=0.15)
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def test_the_advantages_of_dueling_have_mean_zero():
+    agent, obs = new_agent(dueling=True, hidden_sizes=(8, 16)), torch.randn(10, 4)
+    q_values, features = agent(obs), agent.trunk(obs)
+    value, advantage = agent.value(features), agent.advantage(features)
+    assert value.shape == (10, 1) and value.std() > 0 < advantage.mean(1).abs().min()
+    torch.testing.assert_close(q_values.mean(dim=1, keepdim=True), value)
+    torch.testing.assert_close(q_values - q_values[:, :1], advantage - advantage[:, :1])
+
+
+def noise_of(layer):
+    """The noise on weights and biases in one forward, in multiples of sigma, and the output's sum."""
+    size = layer.weight.shape[1]
+    output = layer(torch.cat([torch.zeros(1, size), torch.eye(size)]))
+    weight, bias = (output[1:] - output[0]).T, output[0]
+    noise = (weight - layer.weight) / layer.weight_sigma, (bias - layer.bias) / layer.bias_sigma
+    return *(x.detach() for x in noise), output.sum()
+
+
+@pytest.mark.parametrize("kind", ["factorized", "independent"])
+def test_noise_has_its_distribution_and_its_scale_is_learned(kind):
+    torch.manual_seed(0)
+    layer, factorized = dqn.NoisyLinear(9, 6, kind), kind == "factorized"
+    bound, sigma = (1 / 3, 0.5 / 3) if factorized else (math.sqrt(3 / 9), 0.017)
+    assert 0.9 * bound < layer.weight.abs().max() <= bound and 0 < layer.bias.abs().max() <= bound
+    assert torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item() == pytest.approx(sigma)
+    weight, bias, output = noise_of(layer)
+    assert torch.linalg.matrix_rank(weight, rtol=1e-2) == (1 if factorized else 6)
+    if factorized:  # f(a) f(b) on weights, f(a) on biases
+        torch.testing.assert_close(weight / bias[:, None], (weight / bias[:, None])[:1].expand(6, 9))
+    output.backward()
+    torch.testing.assert_close(layer.weight_sigma.grad, weight, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(layer.bias_sigma.grad, 10 * bias, rtol=1e-3, atol=1e-3)
+    draws = [noise_of(layer) for _ in range(2000)]
+    weights, biases, outputs = (torch.stack(x) for x in zip(*draws, strict=True))
+    assert len(outputs.unique()) > 1990  # anew in each forward
+    second = math.sqrt(2 / math.pi) if factorized else 1.0  # f is the signed root: its square has mean E|x|
+    for noise, power in ((weights, 2 if factorized else 1), (biases, 1)):
+        assert noise.mean().item() == pytest.approx(0, abs=0.03)
+        assert noise.square().mean().item() == pytest.approx(second**power, rel=0.06)
+        assert noise.pow(4).mean().item() == pytest.approx(1 if factorized else 3, rel=0.1)
+    x = torch.randn(5, 9)
+    torch.testing.assert_close(layer.eval()(x), F.linear(x, layer.weight, layer.bias))
+    state = new_agent(noisy=True, dueling=True, noise_type=kind, hidden_sizes=(16,)).state_dict()
+    sigmas = [round(x.max().item(), 6) for name, x in state.items() if "sigma" in name]  # of all layers
+    assert len(sigmas) == 8 and {*sigmas} == ({0.25, 0.125} if factorized else {0.017})
+
+
+def test_noise_explores_in_place_of_epsilon_and_is_absent_from_evaluations(seen):
+    """All observations are equal, and evaluations are of two environments."""
+    actions, outputs = seen(dqn.Agent, "act"), seen(dqn.Agent, "forward")
+    quick("Ones", noisy=True, double=True, num_envs=9, total_timesteps=270, learning_rate=0.0)
+    values = [(len(x), x[0].detach().numpy().tobytes()) for *_, x in outputs]
+    trained = [x for x in values if x[0] != 2]
+    assert len(set(trained)) == len(trained) > 100 and len(set(values)) == len(trained) + 1
+    chosen = [action for step, _, action in actions if step >= 20 and len(action) == 9]
+    assert len(chosen) > 20 and all(len(set(action)) == 1 for action in chosen)
+
+
+@pytest.mark.parametrize("epsilon", [0.0, 0.4, 1.0])
+def test_actions_are_random_with_probability_epsilon_among_the_legal_ones(epsilon):
+    agent, n = new_agent(actions=4), 8000
+    agent.epsilon = epsilon
+    obs, mask = np.full((n, 4), 0.5, dtype=np.float32), np.array([[1, 1, 1, 1], [1, 0, 0, 1]], dtype=np.int8)
+    q_values = agent(torch.from_numpy(obs[:1]))[0].detach().numpy()
+    for legal, info in ((mask[0], {}), (mask[1], {"action_mask": np.tile(mask[1], (n, 1))})):
+        expected = epsilon * legal / legal.sum()
+        best = np.where(legal, q_values, -np.inf).argmax()
+        expected[best] += 1 - epsilon
+        np.random.seed(0)
+        share = np.bincount(agent.act(obs, info, greedy=False), minlength=4) / n
+        assert share == pytest.approx(expected, abs=0.02) and not share[legal == 0].any()
+        assert (agent.act(obs, info) == best).all()
+
+
+# ------------------------------------------------------------------------------------------------ the memory
+class Naive:
+    """A replay memory as simple as it can be: for each environment a list of rows with whole observations."""
+
+    def __init__(self, num_envs, stack, capacity):
+        self.rows, self.stack, self.capacity = [[] for _ in range(num_envs)], stack, capacity
+        self.episode, self.mass, self.largest = [None] * num_envs, {}, 1.0
+
+    def start(self, envs):
+        for i in envs:
+            self.rows[i] += [None] * self.stack
+            self.episode[i] = []
+
+    def add(self, *step):
+        for i, (obs, *rest) in enumerate(zip(*step, strict=True)):
+            self.rows[i][-1:] = [(self.episode[i], len(self.episode[i])), None]
+            self.episode[i].append((obs.tobytes(), *rest))
+            self.mass[obs.tobytes()] = self.largest
+
+    def transitions(self, gamma, n_step) -> dict:
+        """(action, reward, discount, next_obs) by obs, of those whose observation is whole."""
+        found = {}
+        for rows in self.rows:
+            for episode, t in filter(None, rows[-self.capacity :][self.stack - 1 :]):
+                steps = episode[t : t + n_step]
+                reward = sum(gamma**k * step[2] for k, step in enumerate(steps))
+                discount = 0.0 if steps[-1][3] else gamma ** len(steps)
+                found[steps[0][0]] = (steps[0][1], reward, discount, steps[-1][4].tobytes())
+        return found
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+@pytest.mark.parametrize("shape, stack, num_envs, size, per", [
+    ((3,), 1, 1, 31, False), ((3,), 1, 3, 62, True), ((3,), 1, 2, 700, True), ((3, 2, 5), 1, 2, 40, False),
+    ((4, 2, 5), 4, 3, 64, True), ((4, 2, 5), 4, 1, 37, False), ((4, 2, 5), 4, 2, 700, False),
+])  # fmt: skip
+def test_the_memory_equals_a_naive_one(shape, stack, num_envs, size, per, n_step):
+    """Random ends of both kinds, segments that end, laps of the ring, new priorities, reloads in between."""
+    rng, gamma, dtype = np.random.default_rng(0), 0.9, np.uint8 if shape[1:] else np.float32
+    np.random.seed(0)
+    args = arguments(
+        "ALE/Pong-v5" if stack > 1 else "Walk", num_envs=num_envs, buffer_size=size, n_step=n_step,
+        gamma=gamma, per=per, per_eps=0.1, per_alpha=0.7,
+    )  # fmt: skip
+    make = lambda: dqn.FrameBuffer(args, Box(0, 255, shape, dtype), CPU)
+    draw = lambda: rng.integers(0, 256, (num_envs, *shape)).astype(dtype)
+    buffer, naive, obs = make(), Naive(num_envs, stack, size // num_envs), draw()
+    buffer.start(obs), naive.start(range(num_envs))
+    for t in range(160):
+        action, reward = rng.integers(0, 5, num_envs), rng.normal(size=num_envs).astype(np.float32)
+        terminated, truncated = rng.random((2, num_envs)) < 0.08
+        done, next_obs = terminated | truncated, draw()
+        if stack > 1:
+            next_obs[:, :-1] = obs[:, 1:]
+        buffer.add(action, reward, terminated, next_obs)
+        naive.add(obs, action, reward, terminated, next_obs)
+        obs = np.where(done.reshape(-1, *[1] * len(shape)), draw(), next_obs)
+        if done.any():
+            buffer.start(obs, done), naive.start(np.flatnonzero(done))
+        if t % 40 == 39:
+            state, buffer, obs = buffer.state_dict(), make(), draw()
+            buffer.load_state_dict(state)
+            buffer.start(obs), naive.start(range(num_envs))
+        if t % 4:
+            continue
+        truth, (index, weight) = naive.transitions(gamma, n_step), buffer.sample(12 * size, beta=0.5)
+        index, first, count = np.unique(index, return_index=True, return_counts=True)
+        batch = {name: x.numpy() for name, x in buffer.transitions(index).items()}
+        names = [x.tobytes() for x in batch["obs"]]
+        assert sorted(names) == sorted(truth)
+        for i, name in enumerate(names):
+            *numbers, successor = truth[name]
+            assert batch["next_obs"][i].tobytes() == successor
+            assert [batch[x][i] for x in ("action", "reward", "discount")] == pytest.approx(numbers, abs=1e-5)
+        mass = np.array([naive.mass[name] for name in names])
+        assert weight[first] == pytest.approx((mass / mass.min()) ** -0.5)
+        expected = 12 * size * mass / mass.sum()
+        assert ((count - expected) ** 2 / expected).sum() < len(mass) + 6 * (
+            2 * len(mass)
+        ) ** 0.5  # chi-square
+        some, td_error = rng.random(len(index)) < 0.5, rng.normal(size=len(index))
+        if per and some.any():
+            buffer.set_priority(index[some], torch.from_numpy(td_error[some]))
+            naive.mass |= {names[i]: (abs(td_error[i]) + 0.1) ** 0.7 for i in np.flatnonzero(some)}
+            naive.largest = max(naive.largest, *naive.mass.values())
+
+
+@pytest.mark.parametrize("size", [1, 31, 33, 1100, 2500])
+def test_each_leaf_is_drawn_from_its_part_of_the_mass(size, monkeypatch):
+    rng, tree, batch = np.random.default_rng(size), dqn.SumTree(size), 4000
+    mass = np.where(rng.random(size) < 0.4, 0.0, rng.random(size))
+    mass[size // 2] = 3.0
+    for _ in range(20):  # magnitudes that would leave traces in running sums
+        tree.set(rng.integers(0, size, 50), 10.0 ** rng.uniform(-9, 9, 50))
+    tree.set(np.arange(size), mass)
+    np.random.seed(0)
+    leaf, end, part = tree.draw(batch), mass.cumsum(), mass.sum() / batch * np.arange(batch + 1)
+    assert (end[leaf] > part[:-1] - 1e-9).all() and (end[leaf] - mass[leaf] < part[1:] + 1e-9).all()
+    for share, last in ((0.0, False), (np.nextafter(1, 0), True)):  # no rounding leads to an empty leaf
+        monkeypatch.setattr(np.random, "random", lambda size, share=share: np.full(size, share))
+        for _ in range(100):
+            mass = rng.random(size) * (rng.random(size) < 0.4)
+            mass[size // 2] = 3.0
+            tree.set(np.arange(size), mass)
+            assert tree.draw(1)[0] == np.flatnonzero(mass)[-1 if last else 0]
+
+
+@pytest.mark.parametrize("stack", [1, 2, 4])
+def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refused(stack):
+    space, frame = Box(0, 255, (stack, 3, 3), np.uint8), np.zeros((2, stack, 3, 3), np.uint8)
+    make = lambda size: dqn.FrameBuffer(arguments("ALE/Pong-v5", buffer_size=size), space, CPU)
+    least = 2 * (2 * stack + 1)
+    with pytest.raises(dqn.UsageError, match=rf"--buffer-size {least - 1} .*\b{least}\b"):
+        make(least - 1)
+    buffer = make(least)
+    buffer.start(frame)
+    for length in (1, 2, 3, 5, 9) * 3:
+        for _ in range(length):
+            buffer.add(np.zeros(2, int), np.zeros(2), np.zeros(2, bool), frame)
+        buffer.start(frame)
+        assert buffer.mass.any()
+
+
+def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled(monkeypatch, capsys):
+    make = lambda size=10**6, n=1: dqn.FrameBuffer(
+        arguments("ALE/Pong-v5", num_envs=n, buffer_size=size), Box(0, 255, (4, 84, 84), np.uint8), CPU
+    )
+    monkeypatch.setattr(dqn, "free_memory", lambda device: 7.5e9)
+    buffer, file = make(), io.BytesIO()
+    needed = sum(x.nbytes for x in vars(buffer).values() if hasattr(x, "nbytes") and len(x) == 10**6)
+    assert 7e9 < needed < 7.5e9 and f"{needed / 1e9:.3g} GB, 7.5 GB are free" in capsys.readouterr().out
+    torch.save(buffer.state_dict(), file)
+    assert len(file.getvalue()) < 10_000
+    for other in (make(size=90_000), make(n=2)):
+        with pytest.raises(ValueError, match="--buffer-size"):
+            other.load_state_dict(buffer.state_dict())
+    monkeypatch.setattr(dqn, "free_memory", lambda device: needed - 1)
+    with pytest.raises(dqn.UsageError, match="smaller --buffer-size"):
+        make()
+
+
+# ------------------------------------------------------------------------------------------------- training
+@pytest.mark.parametrize("num_envs", [1, 4])
+def test_no_transition_joins_two_episodes_and_a_time_limit_keeps_its_true_successor(num_envs, seen):
+    batches, kinds = seen(dqn.FrameBuffer, "transitions"), set()
+    quick("Boundary", num_envs=num_envs, total_timesteps=400, checkpoint_every=25, batch_size=64, gamma=0.9)
+    for *_, batch in batches:
+        columns = (batch[name].tolist() for name in ("obs", "reward", "discount", "next_obs"))
+        for obs, reward, discount, next_obs in zip(*columns, strict=True):
+            number, episode, t, end = map(int, obs)
+            last = t + 1 == boundary_length(number, episode)
+            terminates = last and boundary_terminates(number, episode)
+            assert end == 0 and next_obs == [number, episode, t + 1, 1 if terminates else 2 if last else 0]
+            assert reward == boundary_reward(episode, t + 1)
+            assert discount == pytest.approx(0 if terminates else 0.9)
+            kinds.add((last, terminates))
+    assert len(kinds) == 3
+
+
+def test_atari_transitions_are_the_stacks_that_were_seen_and_a_lost_life_ends_nothing(seen):
+    starts, adds = seen(dqn.FrameBuffer, "start"), seen(dqn.FrameBuffer, "add")
+    batches, resets = seen(dqn.FrameBuffer, "transitions"), seen(dqn, "reset_done")
+    small = dict(total_timesteps=200, learning_starts=100, train_every=10, batch_size=8, eval_max_steps=3)
+    quick("ALE/Breakout-v5", buffer_size=100, **small)
+    pairs, obs = set(), starts[0][1][1]
+    for _, (_, action, _, terminated, next_obs), _ in adds:
+        assert not terminated.any()
+        pairs |= {(x.tobytes(), y.tobytes(), z) for x, y, z in zip(obs, next_obs, action, strict=True)}
+        obs = next_obs
+    for *_, batch in batches:
+        columns = (batch[name].numpy() for name in ("obs", "next_obs", "action"))
+        assert pairs.issuperset((x.tobytes(), y.tobytes(), z) for x, y, z in zip(*columns, strict=True))
+    assert len(batches) == 11 and len({args[3]["lives"][0] for _, args, _ in resets}) > 1
+
+
+@pytest.mark.parametrize("num_envs", [1, 3, 24])
+def test_updates_and_copies_come_in_order_at_exact_steps_also_after_a_resume(num_envs, seen):
+    seen(dqn, "q_loss"), (copies := seen(dqn, "polyak_update"))
+    every = dict(train_every=7, updates_per_train=2, target_update_every=10, learning_starts=40)
+    quick("Boundary", num_envs=num_envs, total_timesteps=120, tau=0.3, **every)
+    dqn.train(dqn.parse_args("--resume run --total-timesteps 240".split()))
+    expected = []
+    for step in range(1, 241):
+        at = math.ceil(step / num_envs) * num_envs
+        expected += [("q_loss", at)] * 2 * (step >= 40 and step % 7 == 0)
+        expected += [("polyak_update", at)] * (step % 10 == 0)
+    assert [call for call in seen.order if call[0] != "__init__"] == expected
+    networks = seen.run.parts["agent"], seen.run.parts["target_agent"]
+    assert copies[-1][1] == (*networks, 0.3) and networks[0] is not networks[1]
+
+
+def test_a_training_follows_its_schedules(seen):
+    """All observe the same, and hardly anything is learned, so that the greedy action stays the same."""
+    adds = seen(dqn.FrameBuffer, "add")
+    line = dict(epsilon_start=0.8, epsilon_end=0.2, exploration_fraction=0.5, learning_starts=1000)
+    many = dict(num_envs=200, total_timesteps=8000, buffer_size=800, train_every=1000, log_every=200)
+    quick("Ones", learning_rate=1e-9, **many, **line)
+    greedy = seen.run.parts["agent"].act(np.zeros((1, 4)), {})[0]
+    for (step, (_, action, *_), _), row in zip(adds, progress()[:-1], strict=True):
+        t = step - 200
+        epsilon = 1 if t < 1000 else max(0.2, 0.8 - 0.6 * t / 4000)
+        assert np.mean(action != greedy) == pytest.approx(epsilon / 2, abs=0.12)
+        told = [row["schedule/epsilon"], 1e9 * row["schedule/learning_rate"]]
+        assert row["step"] == step and told == pytest.approx([epsilon, 1 - t / 8000], rel=1e-4)
+
+
+@pytest.mark.parametrize("switches", [{}, dict(per=True), ALL], ids="-".join)
+def test_neither_a_stop_nor_evaluations_change_a_training(switches, monkeypatch):
+    """With priorities and noise, when the ring is full, and evaluations that draw random actions."""
+    given = dict(total_timesteps=160, checkpoint_every=25, buffer_size=70, sample_actions=True, **switches)
+    quick("Boundary", run_dir="whole", **given)
+    save = dqn.Run.checkpoint
+    stop = lambda run: save(run) or setattr(run, "signal", 15 * (run.env_steps == 100))
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(dqn.Run, "checkpoint", stop)
+        quick("Boundary", eval_every=20, **given)
+    dqn.train(dqn.parse_args(["--resume", "run"]))
+    names = ("agent", "target_agent", "optimizer", "buffer")
+    assert all(equal(parts("whole")[name], parts("run")[name]) for name in names)
+    assert len([row for row in progress() if "eval/return_mean" in row]) == 9
+
+
+def test_weights_to_start_from_are_those_of_the_target_too():
+    quick(run_dir="first")
+    quick(seed=2, init_from="first", learning_starts=1000, target_update_every=1000)
+    first, then = checkpoint("first")["agent"], checkpoint()
+    assert equal(then["agent"], first) and equal(then["target_agent"], first)
