@@ -106,8 +106,9 @@ def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
         torch.testing.assert_close(priority[2], error)
         assert priority[1] is drawn[0] and given[2] == pytest.approx(0.2 + 0.8 * (step - 2) / 160)
     (error, q_value), row = found[-1], progress()[-2]  # an evaluation follows
-    expected = [error.abs().mean().item(), q_value.mean().item(), q_value.max().item()]
-    assert [row[name] for name in ("loss/td_error", "q/mean", "q/max")] == pytest.approx(expected)
+    names = "loss/td_error", "q/mean", "q/max", "q/target_mean"
+    values = error.abs().mean(), q_value.mean(), q_value.max(), (error + q_value).mean()
+    assert [row[name] for name in names] == pytest.approx([x.item() for x in values], rel=1e-4)
     assert clips[-1][1][1] == 0.3
 
 
@@ -276,9 +277,9 @@ def test_the_memory_equals_a_naive_one(shape, stack, num_envs, size, per, n_step
         expected, limit = 12 * size * mass / mass.sum(), len(mass) + 9 * len(mass) ** 0.5
         assert ((count - expected) ** 2 / expected).sum() < limit  # chi-square
         some, td_error = rng.random(len(index)) < 0.5, rng.normal(size=len(index))
-        if per and some.any():
+        if some.any():
             buffer.set_priority(index[some], torch.from_numpy(td_error[some]))
-            naive.mass |= {names[i]: (abs(td_error[i]) + 0.1) ** 0.7 for i in np.flatnonzero(some)}
+            naive.mass |= {names[i]: (abs(td_error[i]) + 0.1) ** (0.7 * per) for i in np.flatnonzero(some)}
             naive.largest = max(naive.largest, *naive.mass.values())
 
 
@@ -301,7 +302,7 @@ def test_each_leaf_is_drawn_from_its_part_of_the_mass(size, monkeypatch):
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refused(stack):
     space, frame = Box(0, 255, (stack, 3, 3), np.uint8), np.zeros((2, stack, 3, 3), np.uint8)
-    make = lambda size: dqn.FrameBuffer(arguments("ALE/Pong-v5", buffer_size=size), space, CPU)
+    make = lambda size: dqn.FrameBuffer(arguments("ALE/Pong-v5", buffer_size=size, per=True), space, CPU)
     least = 2 * (2 * stack + 1)
     with pytest.raises(dqn.UsageError, match=rf"--buffer-size {least - 1} .*\b{least}\b"):
         make(least - 1)
@@ -311,7 +312,7 @@ def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refu
         for _ in range(length):
             buffer.add(np.zeros(2), np.zeros(2), np.zeros(2), frame)
         buffer.start(frame)
-        assert buffer.mass.any()
+        assert buffer.sample(1, beta=1.0)[1] == 1  # it would not be a number
 
 
 def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled(monkeypatch, capsys):
