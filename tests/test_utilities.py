@@ -333,7 +333,8 @@ def test_evaluations_are_the_same_each_time_and_sampled_if_asked(ppo):
     agent = ppo.load_policy("run").__self__
     first, again = (ppo.evaluate(args, agent)[0].tolist() for _ in range(2))
     other = ppo.evaluate(replace(args, eval_seed=5), agent)[0].tolist()
-    drawn = [ppo.evaluate(replace(args, sample_actions=True), agent)[0].tolist() for _ in range(2)]
+    sampled = [replace(args, sample_actions=True, seed=seed) for seed in (1, 2)]
+    drawn = [ppo.evaluate(args, agent)[0].tolist() for args in sampled]
     assert first == again and first != other and drawn[0] == drawn[1] != first
 
 
