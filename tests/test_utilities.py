@@ -338,6 +338,23 @@ def test_evaluations_are_the_same_each_time_and_sampled_if_asked(ppo):
     assert first == again and first != other and drawn[0] == drawn[1] != first
 
 
+def test_a_file_from_elsewhere_cannot_run_code(ppo):
+    torch.save({"args": Path("anything")}, "strange.pt")  # an object, which would be made by its own code
+    with pytest.raises(ppo.UsageError, match="strange.pt"):
+        ppo.load("strange.pt")
+
+
+def test_evaluating_gives_the_random_states_back(ppo):
+    args = tiny(ppo, sample_actions=True)
+    ppo.train(args)
+    agent = ppo.load_policy("run").__self__
+    states = lambda: [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
+    ppo.set_seed(7)
+    before = states()
+    ppo.evaluate(args, agent)
+    assert states() == before
+
+
 def test_evaluating_changes_nothing_of_the_training(ppo):
     for folder, every, env in (("a", 0, "Greedy"), ("b", 64, "Greedy"), ("c", 64, "Walk")):
         args = tiny(ppo, folder, env_id=f"probe_envs:{env}-v0", eval_every=every, sample_actions=True)
@@ -373,6 +390,11 @@ def test_a_film_has_a_frame_for_each_step_of_the_first_episode(ppo):
     assert np.diff([shot.mean() for shot in shots]).min() > 5  # grey rises by 10 with each step
     assert call_main(ppo, "--evaluate", "run", "--eval-seed", "4", "--capture-video") == 0
     assert "64-seed4.mp4" in os.listdir("run/videos")
+
+
+def test_a_film_ends_with_its_episode_though_others_are_longer(ppo):
+    ppo.train(tiny(ppo, env_id="probe_envs:Boundary-v0", eval_episodes=3, env_kwargs={}, capture_video=True))
+    assert len(frames("run/videos/0.mp4")) == probe_envs.boundary_length(0, 0) == 3
 
 
 def test_a_film_of_atari_is_of_the_same_game_in_colour(ppo, monkeypatch):
