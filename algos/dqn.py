@@ -437,14 +437,16 @@ class FrameBuffer:
         self.size = size = args.buffer_size // args.num_envs * args.num_envs
         if size < (least := args.num_envs * (2 * self.stack + 1)):  # a new episode must leave an old step
             raise UsageError(f"--buffer-size {args.buffer_size} is too small: use {least} or more")
-        dtype, free = np.dtype(np.uint8 if is_image(obs_space) else np.float32), free_memory(device)
+        dtype = np.dtype(np.uint8 if is_image(obs_space) else np.float32)
         frame = (self.depth, *obs_space.shape[1:])
         needed = size * (math.prod(frame) * dtype.itemsize + 8 + 4 + 1 + 8)  # a row of the five arrays below
-        text = f"the replay buffer takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free on {device}"
+        needed += 9 * size * args.per  # leaves of the tree and the sums above
+        free = free_memory(torch.device("cpu"))
+        text = f"the replay buffer takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
         if needed > free:
             raise UsageError(f"{text}: use a smaller --buffer-size")
         print(text)
-        self.obs = torch.from_numpy(np.zeros((size, *frame), dtype)).to(device)  # untouched zeros are free
+        self.obs = np.zeros((size, *frame), dtype)
         self.action, self.reward = np.zeros(size, np.int64), np.zeros(size, np.float32)
         self.terminated, self.mass = np.zeros(size, bool), np.zeros(size)
         self.tree = SumTree(size) if args.per else None
@@ -468,7 +470,7 @@ class FrameBuffer:
         """Puts a frame of each of these environments into its next row."""
         row = self.row[envs] = (self.row[envs] + self.num_envs) % self.size
         self.filled = max(self.filled, row.max() + 1)
-        self.obs.index_copy_(0, to_tensor(row, self.device), to_tensor(frame, self.device))
+        self.obs[row] = frame
         for later in range(self.stack):  # the oldest observations lose a frame
             self.set_mass((row + later * self.num_envs) % self.size, 0.0)
 
@@ -512,24 +514,21 @@ class FrameBuffer:
         discount = gamma**k * ~(going & self.terminated[rows]).any(axis=0)
         both = np.stack([index, index + k * self.num_envs])
         frames = (both[..., None] + self.num_envs * np.arange(1 - self.stack, 1)) % self.size  # oldest first
-        obs = self.obs.index_select(0, to_tensor(frames.ravel(), self.device))
-        obs, next_obs = obs.view(2, len(index), *self.obs_shape)
+        obs, next_obs = to_tensor(self.obs[frames], self.device).view(2, len(index), *self.obs_shape)
         action, reward, discount = (to_tensor(x, self.device) for x in (self.action[index], reward, discount))
         return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
 
     def state_dict(self) -> dict:
         """The rows in use, cut in NumPy: of a slice of a tensor torch would save the whole."""
-        arrays = dict(obs=self.obs.cpu().numpy(), action=self.action, reward=self.reward)
-        arrays |= dict(terminated=self.terminated, mass=self.mass)
-        state = {name: torch.from_numpy(array[: self.filled]) for name, array in arrays.items()}
+        names = "obs", "action", "reward", "terminated", "mass"
+        state = {name: torch.from_numpy(getattr(self, name)[: self.filled]) for name in names}
         return state | dict(size=self.size, row=self.row.tolist(), largest=self.largest)
 
     def load_state_dict(self, state: dict) -> None:
         if (state["size"], len(state["row"])) != (self.size, self.num_envs):
             raise ValueError("its replay buffer has another shape: keep --buffer-size and --num-envs")
         self.row, self.filled, self.largest = np.array(state["row"]), len(state["obs"]), state["largest"]
-        self.obs[: self.filled] = state["obs"]
-        for name in ("action", "reward", "terminated"):
+        for name in ("obs", "action", "reward", "terminated"):
             getattr(self, name)[: self.filled] = state[name].numpy()
         self.set_mass(np.arange(self.filled), state["mass"].numpy())
 
