@@ -240,11 +240,11 @@ class Broken(Probe):
 
 
 class Success(Probe):
-    """One step. info["is_success"] says whether the seed of the episode is even."""
+    """Two steps. In both info["is_success"] says whether the seed of the episode is even."""
 
     def step(self, action):
         self.t += 1
-        return self.observe(), 0.5, True, False, {"is_success": self.first_seed % 2 == 0}
+        return self.observe(), 0.5, self.t == 2, False, {"is_success": self.first_seed % 2 == 0}
 
 
 class Walk(Probe):

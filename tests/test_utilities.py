@@ -317,7 +317,7 @@ def test_statistics_of_an_evaluation_are_right(ppo):
     args = tiny(ppo, env_id="probe_envs:Success-v0", env_kwargs={}, eval_episodes=5, gamma=0.5)
     ppo.train(replace(args, total_timesteps=64))
     returns, metrics = ppo.evaluate(args, ppo.load_policy("run").__self__)
-    assert returns.tolist() == [0.5] * 5
+    assert returns.tolist() == [1.0] * 5
     # is_success where the seed is even: eval_seed, eval_seed + 2, ...
     assert metrics["eval/success_rate"] == pytest.approx(3 / 5) and metrics["eval/termination_rate"] == 1
     ones = replace(args, env_id="probe_envs:Ones-v0")
