@@ -35,16 +35,12 @@ def steps_per_second(task, words: list[str]) -> float:
 
 
 def main() -> None:
-    about = dict(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(**about)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=ROWS, default=ROWS, help="what to measure")
-    parser.add_argument("--devices", nargs="+", default=["cuda", "cpu"], help="where to measure")
     parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3, to measure it on the CPU")
     parser.add_argument("--out", type=Path, help="CSV to write")
     args = parser.parse_args()
-    sides = {device: ["--device", device] for device in args.devices}
-    if "cuda" in sides:
-        sides["cuda --compile"] = ["--device", "cuda", "--compile"]
+    sides = {words: f"--device {words}".split() for words in ("cuda", "cpu", "cuda --compile")}
     table = csv.writer(args.out.open("w", newline="") if args.out else sys.stdout, lineterminator="\n")
     table.writerow(["task", *sides, "LeanRL on an H100", "Stable-Baselines3 on the CPU"])
     for name in args.tasks:

@@ -1,17 +1,16 @@
 """Compares the speed of our scripts with Stable-Baselines3 (an optional package; TRPO is in sb3-contrib),
-with SBX, its twin in JAX (sbx-rl), and with older scripts of ours, at equal settings and networks.
+with SBX, its twin in JAX (sbx-rl), or with an older script of ours, at equal settings and networks.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
-    python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py --no-peer
+    python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py
     python benchmark/speed.py --solve --pairs 5
 
 A machine drifts by tens of percent within minutes, so the sides take turns, A B A B, each time in a new
-process, and what counts is the median of the ratios. Nothing else may run meanwhile. Rows of today's script
-and of the peer go to benchmark/results/speed.csv; the older script is only printed.
+process, and what counts is the median of the ratios. Nothing else may run meanwhile. The rows go to
+benchmark/results/speed.csv; a comparison with an older script is only printed.
 """
 
 import argparse
-import csv
 import importlib
 import json
 import os
@@ -134,23 +133,14 @@ def call(words: list[str]) -> tuple[str, float, float]:
 
 
 # ------------------------------------------------------------------------------------------------------- ours
-def read_log(run: Path) -> list[dict]:
-    """Rows of the log with step and seconds; the first edition of the scripts wrote a progress.csv."""
-    if (run / "progress.jsonl").exists():
-        return [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
-    with (run / "progress.csv").open(newline="") as file:
-        rows = [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
-    return [row | {"seconds": row["wall_time"]} for row in rows]
-
-
 def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], dict, float]:
     """One training: the rows of its log, what the CSV says of it, and its seconds from command to exit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = ["--device", "cpu", *flags, "--torch-threads", str(threads), "--run-dir", str(run)]
         _, seconds, memory = call([sys.executable, str(script), *words])
-        rows, about = read_log(run), json.loads((run / "environment.json").read_text())
-    about = about[-1] if isinstance(about, list) else about  # the first edition has one entry
+        rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+        about = json.loads((run / "environment.json").read_text())[-1]
     versions = {name: about[name].split()[0] for name in ("python", "torch", "gymnasium", "numpy")}
     return rows, versions | dict(memory_gb=round(memory, 3)), seconds
 
@@ -162,17 +152,16 @@ def speed_of_ours(script: Path, task: Task) -> dict:
     end = begin + task.window * rollout_steps(task)
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
-    if len(rows) < 2:
-        sys.exit(f"speed.py: --window {task.window} spans less than two rows of the log: give a longer one")
     steps, seconds = (rows[-1][name] - rows[0][name] for name in ("step", "seconds"))
-    return about | dict(env_steps=int(steps), seconds=round(seconds, 3), steps_per_second=steps / seconds)
+    speed = round(steps / seconds, 1)
+    return about | dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=speed)
 
 
 def solve_ours(seed: int, threads: int) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
     rows, about, seconds = run_ours(ROOT / "algos/ppo.py", [*words, f"--seed={seed}"], threads)
     solved = rows[-1]["eval/return_mean"] >= SOLVE["stop_return"]
-    return about | dict(env_steps=int(rows[-1]["step"]), seconds=round(seconds, 3), solved=solved)
+    return about | dict(env_steps=rows[-1]["step"], seconds=round(seconds, 3), solved=solved)
 
 
 # ------------------------------------------------------------------------------------------ Stable-Baselines3
@@ -185,7 +174,7 @@ def run_peer(python: str, **request) -> tuple[dict, float]:
 
 def speed_of_peer(python: str, task: Task) -> dict:
     answer, _ = run_peer(python, **task._asdict())
-    return answer | dict(steps_per_second=answer["env_steps"] / answer["seconds"])
+    return answer | dict(steps_per_second=round(answer["env_steps"] / answer["seconds"], 1))
 
 
 def solve_peer(python: str, seed: int, threads: int) -> dict:
@@ -244,8 +233,7 @@ def make_model(library, task: Task):
         policy_kwargs={} if pong else dict(net_arch=list(task.hidden)),  # PPO, A2C, TRPO: tanh, two networks
         device="cpu" if task.peer == SB3 else "auto",
     )  # fmt: skip
-    names = "batch_size", "buffer_size", "learning_starts"
-    replay = {name: getattr(task, name) for name in names}
+    replay = {name: getattr(task, name) for name in ("batch_size", "buffer_size", "learning_starts")}
     minibatch = rollout_steps(task) // task.num_minibatches
     if task.algo == "sac":
         return library.SAC(**replay, **same)
@@ -260,9 +248,8 @@ def make_model(library, task: Task):
     if task.algo == "a2c":
         return library.A2C(n_steps=task.num_steps, use_rms_prop=False, **same)  # Adam on both sides
     if task.algo == "trpo":
-        contrib = importlib.import_module("sb3_contrib")
-        same |= dict(n_steps=task.num_steps, batch_size=minibatch)
-        return contrib.TRPO(n_critic_updates=task.update_epochs, **same)
+        same |= dict(n_critic_updates=task.update_epochs, batch_size=minibatch)
+        return importlib.import_module("sb3_contrib").TRPO(n_steps=task.num_steps, **same)
     return library.PPO(n_steps=task.num_steps, n_epochs=task.update_epochs, batch_size=minibatch, **same)
 
 
@@ -297,40 +284,42 @@ def same_pair(row: dict) -> tuple:
 
 def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
     """Measures A B A B ...; each side is a function of the pair's number. Prints and returns the rows."""
-    rows = []
+    rows, middle = [], statistics.median
     unit = "steps_per_second" if kind == "speed" else "seconds"
     for pair in range(1, pairs + 1):
         for library, measure in sides.items():
             row = common | dict(kind=kind, task=task, library=library, pair=pair) | measure(pair)
-            row["steps_per_second"] = round(row["steps_per_second"], 1) if kind == "speed" else ""
             rows.append(row)
             solved = "" if row.get("solved", True) else " NOT SOLVED"
             memory = f", {row['memory_gb']:.2f} GB" if "memory_gb" in row else ""
             print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}{memory}", flush=True)
-    ours, *others = ([row[unit] for row in rows if row["library"] == library] for library in sides)
-    for library, theirs in zip(list(sides)[1:], others, strict=True):
-        ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
-        middle = statistics.median
-        print(
-            f"{kind} {task}: {OURS} {middle(ours):.1f}, {library} {middle(theirs):.1f} {unit} (medians); "
-            f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+    ours, theirs = ([row[unit] for row in rows if row["library"] == library] for library in sides)
+    ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
+    print(
+        f"{kind} {task}: {OURS} {middle(ours):.1f}, {[*sides][1]} {middle(theirs):.1f} {unit} (medians); "
+        f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
     return rows
 
 
+def sides_of(task: Task, args: argparse.Namespace) -> dict:
+    """What is compared: name and a function of the pair's number."""
+    if args.solve:
+        ours = lambda seed: solve_ours(seed, task.threads)
+        return {OURS: ours, SB3: lambda seed: solve_peer(args.sb3_python, seed, task.threads)}
+    ours = lambda _: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)
+    if args.against:
+        return {OURS: ours, OLDER: lambda _: speed_of_ours(args.against.resolve(), task)}
+    return {OURS: ours, task.peer: lambda _: speed_of_peer(args.sb3_python, task)}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=LEARNING, help="what to measure")
-    parser.add_argument(
-        "--solve", action="store_true", help="instead: seconds from command to CartPole solved"
-    )
+    parser.add_argument("--solve", action="store_true", help="instead: seconds until CartPole is solved")
     parser.add_argument("--pairs", type=int, default=5, help="measurements of each side; seeds with --solve")
-    parser.add_argument("--window", type=int, help="rollouts that are timed; default: by task")
-    parser.add_argument("--threads", type=int, help="threads of torch on all sides, 0: torch decides")
-    parser.add_argument("--against", type=Path, help="an older script, or a folder of them, as a third side")
-    parser.add_argument("--no-peer", action="store_true", help="leave out the peer, and write no rows")
+    parser.add_argument("--threads", type=int, help="threads of torch on both sides, 0: torch decides")
+    parser.add_argument("--against", type=Path, help="an older script in place of the peer; writes no rows")
     parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results/speed.csv", help="the CSV")
     parser.add_argument("--request", help=argparse.SUPPRESS)  # in the process of the peer
@@ -338,34 +327,16 @@ def main() -> None:
     if args.request:
         print(json.dumps(answer(json.loads(args.request))))
         return
-    if args.pairs < 1 or (args.window is not None and args.window < 1):
-        parser.error("--pairs and --window must be at least 1")
+    if args.pairs < 1:
+        parser.error("--pairs must be at least 1")
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())
-    if args.solve:
-        threads = 1 if args.threads is None else args.threads
-        sides = {
-            OURS: lambda seed: solve_ours(seed, threads),
-            SB3: lambda seed: solve_peer(args.sb3_python, seed, threads),
-        }
-        rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
-        replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
-        return
-    for name in args.tasks:
-        task = TASKS[name]
-        task = task._replace(
-            threads=task.threads if args.threads is None else args.threads, window=args.window or task.window
-        )
-        sides = {OURS: lambda _, task=task: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)}
-        if args.against:
-            script = args.against.resolve()
-            script = script / f"{task.algo}.py" if script.is_dir() else script
-            sides[OLDER] = lambda _, task=task, script=script: speed_of_ours(script, task)
-        if not args.no_peer:
-            sides[task.peer] = lambda _, task=task: speed_of_peer(args.sb3_python, task)
-        settings = {field: value for field, value in task._asdict().items() if field in COLUMNS}
-        rows = compare("speed", name, sides, common | settings, args.pairs)
-        if not args.no_peer:
-            rows = [row for row in rows if row["library"] != OLDER]
+    for name in [SOLVE["env_id"]] if args.solve else args.tasks:
+        task = TASKS[name] if args.threads is None else TASKS[name]._replace(threads=args.threads)
+        told = ("threads",) if args.solve else set(COLUMNS) & set(Task._fields)
+        settings = {field: getattr(task, field) for field in told}
+        kind = "solve" if args.solve else "speed"
+        rows = compare(kind, name, sides_of(task, args), common | settings, args.pairs)
+        if not args.against:
             replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
 
 

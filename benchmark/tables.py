@@ -5,20 +5,19 @@
     python benchmark/tables.py --suite dqn  # prints what benchmark/results has of a suite
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
-<!-- output:NAME:end --> in docs/ and benchmark/README.md. Name and paper come from the docstring of each
-script, results and speed from benchmark/results.
+<!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
+from benchmark/results.
 """
 
 import argparse
 import ast
-import csv
 import re
 import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from run import ROOT, slug, summary
+from run import ROOT, rows_of, short, slug, summary
 from speed import OURS, SB3, TASKS
 from suites import PUBLISHED, SUITES
 
@@ -29,40 +28,26 @@ Stable-Baselines3, or of SBX where it says so, at equal settings, median of pair
 threads, pairs; `benchmark/README.md`).
 """.strip()
 EPISODES = "100"  # of a final evaluation, as the note says
+RESULTS = ROOT / "benchmark/results"
 
 
-def rows_of(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def finals(cell, folder: Path) -> list[float]:
+def finals(cell) -> list[float]:
     """Final means of the seeds of a cell that were measured."""
-    path, scores = folder / f"{cell.name}__{slug(cell.env_id)}.csv", []
-    for row in rows_of(path):
-        if row["kind"] == "final" and row["total_timesteps"] == str(cell.steps):
-            if row["eval_episodes"] != EPISODES:
-                sys.exit(
-                    f"tables.py: {path} has a final evaluation of {row['eval_episodes']} episodes, the "
-                    f"tables are of {EPISODES}: run.py makes them without --final-episodes"
-                )
-            scores.append(float(row["eval_return_mean"]))
-    return scores
+    path = RESULTS / f"{cell.name}__{slug(cell.env_id)}.csv"
+    total = str(cell.steps)
+    rows = [row for row in rows_of(path) if (row["kind"], row["total_timesteps"]) == ("final", total)]
+    if any(row["eval_episodes"] != EPISODES for row in rows):
+        sys.exit(f"tables.py: {path} has a final evaluation that is not of {EPISODES} episodes")
+    return [float(row["eval_return_mean"]) for row in rows]
 
 
-def measured(algo: str, folder: Path, ablations: bool) -> list[tuple]:
+def measured(algo: str, ablations: bool) -> list[tuple]:
     """(title, cell, final means) of the algorithm's cells, each once, with or without those of ablations."""
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
     title = lambda cell: f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
-    found = [(title(cell), cell, finals(cell, folder)) for cell in cells]
+    found = [(title(cell), cell, finals(cell)) for cell in cells]
     return [(title, cell, scores) for title, cell, scores in found if scores]
-
-
-def steps(count: int) -> str:
-    return f"{count / 1e6:g}M" if count >= 1e6 else f"{count / 1e3:g}k"
 
 
 def number(score: float, mean: float) -> str:
@@ -73,38 +58,36 @@ def count_of(things: int | str, name: str) -> str:
     return f"{things} {name}{'s' if int(things) > 1 else ''}"
 
 
-def results(algo: str, folder: Path) -> str:
+def results(algo: str) -> str:
     """One line a cell, for the README, without the ablations."""
     lines = []
-    for title, cell, scores in measured(algo, folder, ablations=False):
+    for title, cell, scores in measured(algo, ablations=False):
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = count_of(len(scores), "seed")
-        lines.append(f"{title} {number(mean, mean)}{mark} ({steps(cell.steps)}, {seeds})")
+        lines.append(f"{title} {number(mean, mean)}{mark} ({short(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
 
 
-def results_table(algo: str, folder: Path) -> str:
+def results_table(algo: str) -> str:
     """The table of docs/{algo}.md: ours, the bar and what others published."""
-    lines = [
-        "| environment | steps | seeds | final return, mean ± std over seeds | bar | published |",
-        "|---|" + "---|" * 5,
-    ]
-    for title, cell, scores in measured(algo, folder, ablations=True):
+    lines = ["| environment | steps | seeds | final return, mean ± std over seeds | bar | published |"]
+    lines.append("|---" * 6 + "|")
+    for title, cell, scores in measured(algo, ablations=True):
         mean = statistics.mean(scores)
         ours = number(mean, mean)
         if len(scores) > 1:
             ours += f" ± {number(statistics.stdev(scores), mean)}"
         bar = "–" if cell.bar is None else f"{cell.bar:g}"
         published = PUBLISHED.get((cell.name, cell.env_id), "–")
-        lines.append(f"| {title} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
+        lines.append(f"| {title} | {short(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
     return "\n".join(lines)
 
 
-def speeds(algo: str, folder: Path) -> str:
+def speeds(algo: str) -> str:
     """Median ratios to the peers, and seconds to solve CartPole-v1."""
     pairs = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of(folder / "speed.csv"):
+    for row in rows_of(RESULTS / "speed.csv"):
         if TASKS[row["task"]].algo == algo:
             pairs[row["kind"], row["task"], row["threads"]][row["pair"]][row["library"]] = row
     lines, middle = [], statistics.median
@@ -138,15 +121,14 @@ def name_and_paper(script: Path) -> tuple[str, str]:
     return " ".join(found[1].split()), re.sub(r"arXiv (\d+\.\d+)", link, " ".join(found[2].split()))
 
 
-def table(folder: Path) -> str:
+def table() -> str:
     head = ("algorithm", "file", "paper", "lines", "result", "speed")
     lines = [head, ("---",) * len(head)]
     for script in sorted((ROOT / "algos").glob("*.py")):
         name, paper = name_and_paper(script)
         length = len(script.read_text(encoding="utf-8").splitlines())
         link = f"[`algos/{script.name}`](algos/{script.name})"
-        row = (name, link, paper, str(length), results(script.stem, folder), speeds(script.stem, folder))
-        lines.append(row)
+        lines.append((name, link, paper, str(length), results(script.stem), speeds(script.stem)))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -159,31 +141,27 @@ def update(page: Path, mark: str, content: str) -> str:
     return f"{before}{start}\n{content}\n{end}{after}"
 
 
+def output(mark: str) -> str:
+    """What a script printed, as a block."""
+    path = RESULTS / f"{mark.removeprefix('output:')}.txt"
+    if not path.exists():
+        sys.exit(f"tables.py: {path} is missing: measure it first")
+    return f"```text\n{path.read_text(encoding='utf-8').strip(chr(10))}\n```"
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     parser.add_argument("--suite", choices=SUITES, help="only print the results of this suite")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the table")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
     args = parser.parse_args()
     if args.suite:
-        print(summary({cell: finals(cell, args.results) for cell in SUITES[args.suite]}))
+        print(summary({cell: finals(cell) for cell in SUITES[args.suite]}))
         return 0
-    wanted = [(args.readme, "table", f"{table(args.results)}\n\n{NOTE}")]
-    for page in [*sorted(args.docs.glob("*.md")), ROOT / "benchmark/README.md"]:
-        marks = re.findall(r"<!-- (results|output:\w+):start -->", page.read_text(encoding="utf-8"))
-        for mark in marks:
-            printed = args.results / f"{mark.removeprefix('output:')}.txt"
-            if mark == "results":
-                wanted.append((page, mark, results_table(page.stem, args.results)))
-            elif printed.exists():
-                output = printed.read_text(encoding="utf-8").strip("\n")
-                wanted.append((page, mark, f"```text\n{output}\n```"))
-            else:
-                sys.exit(f"tables.py: {page} shows {printed}, which is missing: measure it first")
+    wanted = [(ROOT / "README.md", "table", f"{table()}\n\n{NOTE}")]
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        for mark in re.findall(r"<!-- (results|output:\w+):start -->", page.read_text(encoding="utf-8")):
+            content = results_table(page.stem) if mark == "results" else output(mark)
+            wanted.append((page, mark, content))
     for page, mark, content in wanted:
         new = update(page, mark, content)
         if new == page.read_text(encoding="utf-8"):
