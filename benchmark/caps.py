@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
 SIDES = {"sac": "sac__Pendulum-v1__40000", "sac-caps": "sac-caps__Pendulum-v1__40000"}

@@ -24,18 +24,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
+import matplotlib.pyplot as plt
 import numpy as np
 from run import iqm, rows_of, short
 from suites import SUITES
 
-try:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-except ImportError:
-    sys.exit("plot.py needs a package that is missing: pip install matplotlib")
-
+plt.switch_backend("Agg")  # no window
 # Okabe and Ito 2008, with grey in place of their yellow, which is too light on white
 COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"]
 STYLE = {
@@ -48,23 +42,22 @@ DIAMOND = dict(marker="D", linestyle="", markeredgecolor="white", markersize=7, 
 
 # ------------------------------------------------------------------------------------------------- statistics
 def mean(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    """Weighted mean over the runs: scores (..., runs), weights (runs,) -> (...)."""
+    """Mean over the runs: scores (..., runs), weights (runs,) -> (...)."""
     return (scores * weights).sum(-1) / weights.sum()
 
 
-def stratified_bootstrap(strata, statistic, resamples=2000, level=0.95, seed=0):
-    """Estimate and percentile interval of a statistic, drawing runs with replacement in each stratum alone.
+def stratified_bootstrap(strata, statistic, resamples=2000):
+    """Estimate and 95% percentile interval of a statistic; runs are drawn anew within each stratum.
 
     strata is a list of arrays (runs, points), one per environment; each environment weighs the same, whatever
     its number of runs. Returns estimate, lower and upper bound, (points,) each.
     """
     weights = np.concatenate([np.full(len(runs), 1 / len(runs)) for runs in strata])
-    rng = np.random.default_rng(seed)
-    draws = np.empty((resamples, strata[0].shape[1]))
-    for i in range(resamples):
+    rng, draws = np.random.default_rng(0), []
+    for _ in range(resamples):
         drawn = [runs[rng.integers(len(runs), size=len(runs))] for runs in strata]
-        draws[i] = statistic(np.concatenate(drawn).T, weights)
-    lower, upper = np.quantile(draws, [(1 - level) / 2, (1 + level) / 2], axis=0)
+        draws.append(statistic(np.concatenate(drawn).T, weights))
+    lower, upper = np.quantile(draws, [0.025, 0.975], axis=0)
     return statistic(np.concatenate(strata).T, weights), lower, upper
 
 
@@ -187,8 +180,8 @@ def draw_results(files: list[Path], out: Path, apart: bool = False) -> None:
                 finals.append(curve.on_scale(curve.final))
             draw(axes, share, strata, np.mean(finals), colour[name], len(joint) == 1)
         axes.axhline(1, color="black", linestyle=":", linewidth=1.3)
-        axes.set(title="all environments with a bar", xlabel="share of the training")
-        axes.set_ylabel("0: untrained, 1: bar")
+        title = "all environments with a bar"
+        axes.set(title=title, xlabel="share of the training", ylabel="0: untrained, 1: bar")
     line = lambda *style, color="black", **more: plt.Line2D([], [], *style, color=color, **more)
     legend = {f"{name}, mean": line(color=colour[name]) for name in colour}
     if any(len(own) == 1 for own in panels.values()):

@@ -20,7 +20,8 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from plot import COLOURS, STYLE, make_panels, matplotlib, plt  # says so if matplotlib is missing
+from matplotlib.colors import ListedColormap
+from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
 WORLDS = {  # a symbol for each action, and the grid of the states where they are numbers alone
@@ -62,7 +63,7 @@ def draw_table(run: Path) -> None:
     count = q_values.shape[1]
     known = (world for name, world in WORLDS.items() if args["env_id"].startswith(name))
     symbols, grid = next(known, (list(map(str, range(count))), None))
-    colours = matplotlib.colors.ListedColormap([COLOURS[i % len(COLOURS)] for i in range(count)])
+    colours = ListedColormap([COLOURS[i % len(COLOURS)] for i in range(count)])
     values, actions = (np.where(seen, x, np.nan) for x in (q_values.max(axis=1), q_values.argmax(axis=1)))
     (run / "plots").mkdir(exist_ok=True)
     for what, numbers, label, style in (

@@ -85,12 +85,10 @@ def cpu_name() -> str:
 
 def commit() -> str:
     """The commit that is checked out, with "+changes" if algos/ differs from it; empty without git."""
-    git = lambda *words: subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     if not shutil.which("git"):
         return ""
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "algos") else "")
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
+    return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "algos") else "")
 
 
 # --------------------------------------------------------------------------------------------------- one seed

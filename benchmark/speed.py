@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -48,6 +49,11 @@ class Task(NamedTuple):
     batch_size: int = 256
     buffer_size: int = 1_000_000
     target_update_every: int = 1_000  # steps between copies of DQN's network
+
+    @property
+    def rollout(self) -> int:
+        """Environment steps of all environments."""
+        return self.num_envs * self.num_steps
 
 
 CHEETAH = dict(window=4000, warmup=2000, threads=2, hidden=(256, 256))  # and Pendulum
@@ -100,7 +106,7 @@ SOLVE = dict(
 
 def flags_of(task: Task) -> list[str]:
     """The command line of our script for this task."""
-    pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * rollout_steps(task)
+    pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * task.rollout
     activation = "tanh" if task.algo in ("ppo", "a2c", "trpo") and not pong else "relu"
     words = f"""--env-id {task.env_id} --num-envs {task.num_envs} --total-timesteps {steps} --gamma 0.99
         --no-anneal-lr --no-normalize-obs --eval-every 0 --eval-episodes 1 --checkpoint-every 0
@@ -111,25 +117,22 @@ def flags_of(task: Task) -> list[str]:
     return words.split()
 
 
-def rollout_steps(task: Task) -> int:
-    return task.num_envs * task.num_steps
-
-
 def call(words: list[str]) -> tuple[str, float, float]:
     """Runs a command from the project's folder. Returns its output, seconds from start to exit, and GB of
     memory that it held at most."""
     # Both sides set the threads of torch themselves; the shell must not decide for one of them.
     env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with tempfile.TemporaryFile("w+") as out:
         start = time.perf_counter()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err, env=env)
+        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=out, env=env)
         _, status, usage = os.wait4(process.pid, 0)
         seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
-        texts = [(file.seek(0), file.read())[1].strip() for file in (out, err)]
+        out.seek(0)
+        text = out.read()
     if process.returncode:
-        last = "\n".join((texts[1] or texts[0] or "it printed nothing").splitlines()[-5:])
+        last = "\n".join(text.splitlines()[-5:])
         sys.exit(f"speed.py: exit code {process.returncode} of {' '.join(words)[:200]}\n{last}")
-    return texts[0], seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return text, seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------- ours
@@ -148,8 +151,7 @@ def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], 
 def speed_of_ours(script: Path, task: Task) -> dict:
     """Environment steps per second between two rows of the log, logging included."""
     rows, about, _ = run_ours(script, flags_of(task), task.threads)
-    begin = task.warmup * rollout_steps(task)
-    end = begin + task.window * rollout_steps(task)
+    begin, end = task.warmup * task.rollout, (task.warmup + task.window) * task.rollout
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
     steps, seconds = (rows[-1][name] - rows[0][name] for name in ("step", "seconds"))
@@ -169,7 +171,8 @@ def run_peer(python: str, **request) -> tuple[dict, float]:
     """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON.
     Returns the answer and the seconds from command to exit."""
     text, seconds, memory = call([python, str(Path(__file__).resolve()), "--request", json.dumps(request)])
-    return json.loads(text.splitlines()[-1]) | dict(memory_gb=round(memory, 3)), seconds
+    (line,) = re.findall(r"^{.*}$", text, re.M)  # warnings may stand before it and after
+    return json.loads(line) | dict(memory_gb=round(memory, 3)), seconds
 
 
 def speed_of_peer(python: str, task: Task) -> dict:
@@ -224,8 +227,7 @@ def make_model(library, task: Task):
     if pong:
         importlib.import_module("gymnasium").register_envs(importlib.import_module("ale_py"))
         one_frame = {"frameskip": 1, "repeat_action_probability": 0.25}  # AtariWrapper skips the frames
-        envs = make_atari_env(task.env_id, n_envs=task.num_envs, seed=1, env_kwargs=one_frame)
-        envs = VecFrameStack(envs, 4)
+        envs = VecFrameStack(make_atari_env(task.env_id, task.num_envs, seed=1, env_kwargs=one_frame), 4)
     else:
         envs = make_vec_env(task.env_id, n_envs=task.num_envs, seed=1)
     same = dict(
@@ -234,23 +236,21 @@ def make_model(library, task: Task):
         device="cpu" if task.peer == SB3 else "auto",
     )  # fmt: skip
     replay = {name: getattr(task, name) for name in ("batch_size", "buffer_size", "learning_starts")}
-    minibatch = rollout_steps(task) // task.num_minibatches
     if task.algo == "sac":
         return library.SAC(**replay, **same)
     if task.algo == "ddpg_td3":
         size = envs.action_space.shape[0]
         return library.TD3(action_noise=NormalActionNoise([0.0] * size, [0.1] * size), **replay, **same)
     if task.algo == "dqn":
-        return library.DQN(
-            train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5,
-            target_update_interval=task.target_update_every, **replay, **same,
-        )  # fmt: skip
+        same |= dict(target_update_interval=task.target_update_every, exploration_fraction=0.5)
+        return library.DQN(train_freq=task.num_steps, gradient_steps=1, **replay, **same)
+    same |= dict(n_steps=task.num_steps)
     if task.algo == "a2c":
-        return library.A2C(n_steps=task.num_steps, use_rms_prop=False, **same)  # Adam on both sides
+        return library.A2C(use_rms_prop=False, **same)  # Adam on both sides
+    same |= dict(batch_size=task.rollout // task.num_minibatches)
     if task.algo == "trpo":
-        same |= dict(n_critic_updates=task.update_epochs, batch_size=minibatch)
-        return importlib.import_module("sb3_contrib").TRPO(n_steps=task.num_steps, **same)
-    return library.PPO(n_steps=task.num_steps, n_epochs=task.update_epochs, batch_size=minibatch, **same)
+        return importlib.import_module("sb3_contrib").TRPO(n_critic_updates=task.update_epochs, **same)
+    return library.PPO(n_epochs=task.update_epochs, **same)
 
 
 def speed_in_peer(library, task: Task) -> dict:
@@ -268,20 +268,12 @@ def speed_in_peer(library, task: Task) -> dict:
             return True
 
     clock, end = Clock(), task.warmup + task.window
-    make_model(library, task).learn((end + 1) * rollout_steps(task), callback=clock)
+    make_model(library, task).learn((end + 1) * task.rollout, callback=clock)
     seconds = clock.times[end] - clock.times[task.warmup]
-    return dict(env_steps=task.window * rollout_steps(task), seconds=round(seconds, 3))
+    return dict(env_steps=task.window * task.rollout, seconds=round(seconds, 3))
 
 
 # -------------------------------------------------------------------------------------------------- the sides
-def same_task(row: dict) -> tuple:
-    return row["kind"], row["task"], str(row["threads"])
-
-
-def same_pair(row: dict) -> tuple:
-    return *same_task(row), int(row["pair"]), row["library"]
-
-
 def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
     """Measures A B A B ...; each side is a function of the pair's number. Prints and returns the rows."""
     rows, middle = [], statistics.median
@@ -329,6 +321,8 @@ def main() -> None:
         return
     if args.pairs < 1:
         parser.error("--pairs must be at least 1")
+    same = lambda row: (row["kind"], row["task"], str(row["threads"]))
+    order = lambda row: (*same(row), int(row["pair"]), row["library"])
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())
     for name in [SOLVE["env_id"]] if args.solve else args.tasks:
         task = TASKS[name] if args.threads is None else TASKS[name]._replace(threads=args.threads)
@@ -337,7 +331,7 @@ def main() -> None:
         kind = "solve" if args.solve else "speed"
         rows = compare(kind, name, sides_of(task, args), common | settings, args.pairs)
         if not args.against:
-            replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
+            replace_rows(args.out, COLUMNS, rows, same, order)
 
 
 if __name__ == "__main__":

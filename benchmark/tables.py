@@ -27,17 +27,15 @@ Result: mean return over seeds of 100 greedy episodes with the last policy (step
 Stable-Baselines3, or of SBX where it says so, at equal settings, median of paired runs on a CPU (torch
 threads, pairs; `benchmark/README.md`).
 """.strip()
-EPISODES = "100"  # of a final evaluation, as the note says
 RESULTS = ROOT / "benchmark/results"
 
 
 def finals(cell) -> list[float]:
     """Final means of the seeds of a cell that were measured."""
-    path = RESULTS / f"{cell.name}__{slug(cell.env_id)}.csv"
-    total = str(cell.steps)
-    rows = [row for row in rows_of(path) if (row["kind"], row["total_timesteps"]) == ("final", total)]
-    if any(row["eval_episodes"] != EPISODES for row in rows):
-        sys.exit(f"tables.py: {path} has a final evaluation that is not of {EPISODES} episodes")
+    path, kind = RESULTS / f"{cell.name}__{slug(cell.env_id)}.csv", ("final", str(cell.steps))
+    rows = [row for row in rows_of(path) if (row["kind"], row["total_timesteps"]) == kind]
+    if any(row["eval_episodes"] != "100" for row in rows):
+        sys.exit(f"tables.py: {path} has a final evaluation that is not of 100 episodes, as the note says")
     return [float(row["eval_return_mean"]) for row in rows]
 
 
@@ -46,8 +44,7 @@ def measured(algo: str, ablations: bool) -> list[tuple]:
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
     title = lambda cell: f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
-    found = [(title(cell), cell, finals(cell)) for cell in cells]
-    return [(title, cell, scores) for title, cell, scores in found if scores]
+    return [(title(cell), cell, scores) for cell in cells if (scores := finals(cell))]
 
 
 def number(score: float, mean: float) -> str:
@@ -86,18 +83,20 @@ def results_table(algo: str) -> str:
 
 def speeds(algo: str) -> str:
     """Median ratios to the peers, and seconds to solve CartPole-v1."""
-    pairs = defaultdict(lambda: defaultdict(dict))
+    found, names = defaultdict(lambda: defaultdict(list)), list(TASKS)
     for row in rows_of(RESULTS / "speed.csv"):
         if TASKS[row["task"]].algo == algo:
-            pairs[row["kind"], row["task"], row["threads"]][row["pair"]][row["library"]] = row
+            key = row["kind"] == "solve", names.index(row["task"]), row["threads"]
+            found[key][row["library"]].append(row)  # in the order of the pairs
     lines, middle = [], statistics.median
-    order = lambda item: (item[0][0] == "solve", list(TASKS).index(item[0][1]), item[0][2])
-    for (kind, task, threads), found in sorted(pairs.items(), key=order):
-        ours, peer = [pair[OURS] for pair in found.values()], TASKS[task].peer
-        if kind == "speed":
-            speed = lambda row: float(row["steps_per_second"])
-            ratio = middle(speed(pair[OURS]) / speed(pair[peer]) for pair in found.values())
-            what = task[task.index(TASKS[task].env_id) :].removesuffix(f" {peer}")
+    for (solve, index, threads), rows in sorted(found.items()):
+        name, ours, peer = names[index], rows[OURS], TASKS[names[index]].peer
+        if not solve:
+            pairs = zip(
+                *([float(row["steps_per_second"]) for row in rows[x]] for x in (OURS, peer)), strict=True
+            )
+            ratio = middle(a / b for a, b in pairs)
+            what = name[name.index(TASKS[name].env_id) :].removesuffix(f" {peer}")
             other = "" if peer == SB3 else f" {peer.upper()}"
             torch_threads = "" if threads == "0" else f"{count_of(threads, 'thread')}, "
             lines.append(f"{what} {ratio:.2f}×{other} ({torch_threads}{count_of(len(ours), 'pair')})")
@@ -105,9 +104,9 @@ def speeds(algo: str) -> str:
         seeds = count_of(len(ours), "seed")
         solved = [float(row["seconds"]) for row in ours if row["solved"] == "True"]
         if len(solved) == len(ours):
-            lines.append(f"{task} solved {middle(solved):.0f} s after the command ({seeds})")
+            lines.append(f"{name} solved {middle(solved):.0f} s after the command ({seeds})")
         else:  # the seeds that got there are the lucky ones: their time is not that of the task
-            lines.append(f"{task} solved by {len(solved)} of {seeds}")
+            lines.append(f"{name} solved by {len(solved)} of {seeds}")
     return "<br>".join(lines) or "–"
 
 
@@ -122,8 +121,7 @@ def name_and_paper(script: Path) -> tuple[str, str]:
 
 
 def table() -> str:
-    head = ("algorithm", "file", "paper", "lines", "result", "speed")
-    lines = [head, ("---",) * len(head)]
+    lines = [("algorithm", "file", "paper", "lines", "result", "speed"), ("---",) * 6]
     for script in sorted((ROOT / "algos").glob("*.py")):
         name, paper = name_and_paper(script)
         length = len(script.read_text(encoding="utf-8").splitlines())
