@@ -3,7 +3,7 @@
     python benchmark/cuda_speed.py --out benchmark/results/cuda_speed.csv      # at most 9 minutes
     python benchmark/cuda_speed.py --sb3-python peer/bin/python                # beside Stable-Baselines3, too
 
-Each training runs for some seconds in a process of its own; what counts is the second half of its log.
+Each training runs for some seconds in a process of its own; what counts is a window after its warm-up.
 LeanRL's own figures, of an H100, stand beside them (frames per second, with compile and CUDA graphs).
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from run import ROOT
-from speed import TASKS, flags_of, run_ours, speed_of_peer
+from speed import TASKS, speed_of_ours, speed_of_peer
 
 SHORT = dict(num_envs=16, num_steps=128, warmup=2, window=10)
 ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tells them
@@ -24,14 +24,6 @@ ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tell
     "td3 HalfCheetah-v5": (TASKS["td3 HalfCheetah-v5"], 936),
     "dqn ALE/Pong-v5": (TASKS["dqn ALE/Pong-v5"], None),
 }
-
-
-def steps_per_second(task, words: list[str]) -> float:
-    """Of the rows of the log in the second half of a training."""
-    rows, _, _ = run_ours(ROOT / f"algos/{task.algo}.py", [*flags_of(task), *words], task.threads)
-    rows = [row for row in rows if "eval/return_mean" not in row]
-    first, last = rows[len(rows) // 2], rows[-1]
-    return (last["step"] - first["step"]) / (last["seconds"] - first["seconds"])
 
 
 def main() -> None:
@@ -45,7 +37,8 @@ def main() -> None:
     table.writerow(["task", *sides, "LeanRL on an H100", "Stable-Baselines3 on the CPU"])
     for name in args.tasks:
         task, published = ROWS[name]
-        speeds = [round(steps_per_second(task, words)) for words in sides.values()]
+        script = ROOT / f"algos/{task.algo}.py"
+        speeds = [round(speed_of_ours(script, task, x)["steps_per_second"]) for x in sides.values()]
         peer = round(speed_of_peer(args.sb3_python, task)["steps_per_second"]) if args.sb3_python else ""
         table.writerow([name, *speeds, published, peer])
 

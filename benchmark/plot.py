@@ -1,7 +1,7 @@
 """Draws learning curves: of any run folders, or of many seeds from benchmark/results.
 
     python benchmark/plot.py runs/CartPole-v1/ppo/1-20270131-120000
-    python benchmark/plot.py runs/CartPole-v1/*/* --names eval/return_mean loss/policy --out compared
+    python benchmark/plot.py runs/CartPole-v1/*/* --out compared
     python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
 
 What can be compared shares a panel; with --apart each gets its own.
@@ -9,10 +9,9 @@ What can be compared shares a panel; with --apart each gets its own.
 Runs: a picture for each family of logged names, a panel for each name. Runs whose arguments differ in the
 seed alone are one group: its mean, and a band from minimum to maximum.
 
-Results: a panel for each environment. A lone curve has mean (solid) and interquartile mean (dashed) over
-seeds, several curves have the mean, with 95% intervals of a stratified bootstrap, as Agarwal et al. 2021
-(arXiv 2108.13264) recommend. A diamond is the final evaluation, of more episodes than a point of the curve.
-The last panel joins the environments with a bar, on a scale where 0 is the untrained policy and 1 the bar.
+Results: a panel for each environment, and a last one that joins those with a bar. A lone curve has mean
+(solid) and interquartile mean (dashed) over seeds, several curves have the mean, as Agarwal et al. 2021
+(arXiv 2108.13264) recommend. More in benchmark/README.md.
 """
 
 import argparse
@@ -144,7 +143,7 @@ def draw(axes, x, strata: list[np.ndarray], final: float, colour, alone: bool) -
     axes.plot(x[-1], final, color=colour, **DIAMOND)
 
 
-def draw_results(files: list[Path], out: Path, apart: bool = False) -> None:
+def draw_results(files: list[Path], out: Path, apart: bool) -> None:
     """One panel per environment, or apart per curve, and one over all environments with a bar."""
     curves = read_results(files)
     if not curves:
@@ -197,10 +196,7 @@ def group_runs(runs: list[Path]) -> dict[str, list[Path]]:
     """{label: runs whose arguments differ in the seed alone}; a label says what differs between groups."""
     groups = defaultdict(list)
     for run in runs:
-        try:
-            settings = json.loads((run / "args.json").read_text())
-        except OSError:
-            sys.exit(f"plot.py: {run} has no args.json: give the folder of a run")
+        settings = json.loads((run / "args.json").read_text())
         settings = {k: v for k, v in settings.items() if k not in ("seed", "run_dir", "resume")}
         settings["script"] = min((path.stem for path in run.glob("*.py")), key=len, default="")
         groups[json.dumps(settings)].append(run)
@@ -212,7 +208,7 @@ def group_runs(runs: list[Path]) -> dict[str, list[Path]]:
     return dict(zip(labels, groups.values(), strict=True))
 
 
-def draw_runs(runs: list[Path], out: Path, names: list[str] = (), apart: bool = False) -> None:
+def draw_runs(runs: list[Path], out: Path, apart: bool) -> None:
     """Writes out/{family}.png: a panel for each logged name that starts with family/, a line per group."""
     groups = group_runs(runs)
     logged = defaultdict(lambda: defaultdict(list))
@@ -220,11 +216,10 @@ def draw_runs(runs: list[Path], out: Path, names: list[str] = (), apart: bool = 
         for run in members:
             rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
             for name in dict.fromkeys(name for row in rows for name in row if "/" in name):
-                if not names or name in names:
-                    points = [(row["step"], row[name]) for row in rows if name in row]
-                    logged[name][label].append(np.array(points).T)
+                points = [(row["step"], row[name]) for row in rows if name in row]
+                logged[name][label].append(np.array(points).T)
     if not logged:
-        sys.exit(f"plot.py: nothing is logged yet{' of ' + ' '.join(names) if names else ''}")
+        sys.exit("plot.py: nothing is logged yet")
     colour = colours(list(groups))
     for family in dict.fromkeys(name.partition("/")[0] for name in logged):
         panels = [(name, list(lines)) for name, lines in logged.items() if name.startswith(f"{family}/")]
@@ -257,18 +252,17 @@ def draw_runs(runs: list[Path], out: Path, names: list[str] = (), apart: bool = 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("runs", nargs="*", type=Path, help="run folders; files among them are passed over")
+    parser.add_argument("runs", nargs="*", type=Path, help="run folders; others are passed over")
     parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
     parser.add_argument("--out", type=Path, help="picture of --results, or folder; default: RUN/plots")
-    parser.add_argument("--names", nargs="+", default=[], help="with runs: only these logged names")
     parser.add_argument("--apart", action="store_true", help="a panel for each, in place of one for all")
     args = parser.parse_args()
-    runs = [path for path in args.runs if path.is_dir()]
+    runs = [path for path in args.runs if (path / "progress.jsonl").is_file()]
     if bool(args.results) == bool(runs) or (args.results and not args.out):
         parser.error("give either run folders or --results FILES --out PICTURE")
     plt.rcParams.update(STYLE)
     if runs:
-        draw_runs(runs, args.out or runs[0] / "plots", args.names, args.apart)
+        draw_runs(runs, args.out or runs[0] / "plots", args.apart)
     else:
         draw_results(args.results, args.out, args.apart)
 

@@ -11,6 +11,7 @@ time. Columns, files and traps: benchmark/README.md.
 import argparse
 import contextlib
 import csv
+import fcntl
 import importlib.util
 import itertools
 import json
@@ -30,11 +31,6 @@ from pathlib import Path
 
 import numpy as np
 from suites import SUITES, Cell
-
-try:
-    import fcntl
-except ImportError:  # Windows: two copies of this program must not share a run folder
-    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = """
@@ -67,8 +63,7 @@ def slug(env_id: str) -> str:
 
 def short(steps: float, _=None) -> str:
     """100k for 100,000; with the arguments of a formatter of matplotlib."""
-    unit, name = next(((x, name) for x, name in ((1e6, "M"), (1e3, "k")) if abs(steps) >= x), (1, ""))
-    return f"{steps / unit:g}{name}"
+    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
 
 
 def shown(path: Path) -> str:
@@ -101,7 +96,7 @@ def exclusive(path: Path):
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        for attempt in itertools.count() if fcntl else ():
+        for attempt in itertools.count():
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -118,10 +113,8 @@ def call(words: list[str], log: Path, lock) -> str:
         raise Failed("stopped")
     with log.open("a+") as file:
         start = file.seek(0, os.SEEK_END)
-        keep = {"pass_fds": [lock.fileno()]} if fcntl else {}
-        child = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **keep
-        )
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=[lock.fileno()])
+        child = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)
         CHILDREN.add(child)
         if STOP.is_set():  # came between the check above and this line
             child.terminate()
@@ -148,9 +141,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
         fresh = {"command": command, "commits": [], "trained": False, "final": {}}
         record = json.loads(record_file.read_text()) if record_file.exists() else fresh
         if record["command"] != command:
-            raise Failed(
-                f"{shown(folder)} was made by another command: move it away to run {shlex.join(command)}"
-            )
+            raise Failed(f"{shown(folder)} is of another command: move it away to run {shlex.join(command)}")
 
         def keep(**values) -> None:
             part = record_file.with_suffix(".part")
@@ -226,15 +217,12 @@ def run_local(jobs: list[tuple], workers: int):
 
 def run_ray(jobs: list[tuple], workers: int):
     """As run_local on a Ray cluster (RAY_ADDRESS), whose machines share this folder, or on this machine."""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        sys.exit("run.py: --engine ray needs a package that is missing: pip install ray")
+    import ray
+
     where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
     here = str(Path(__file__).resolve().parent)
     paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False, **where)
-
     remote = ray.remote(num_cpus=1, max_retries=0)(lambda job: importlib.import_module("run").attempt(job))
     futures = {remote.remote(job): job for job in jobs}
     try:
@@ -297,9 +285,7 @@ def summary(finals: dict[Cell, list[float]]) -> str:
         bar = ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if reached else "no")
         lines.append((f"{cell.name} {cell.env_id} {cell.steps:,}", str(len(means)), *scores, *bar))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        " | ".join(x.ljust(width) for x, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(" | ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main() -> int:

@@ -1,5 +1,5 @@
-"""Compares the speed of our scripts with Stable-Baselines3 (an optional package; TRPO is in sb3-contrib),
-with SBX, its twin in JAX (sbx-rl), or with an older script of ours, at equal settings and networks.
+"""Compares the speed of our scripts with Stable-Baselines3 (TRPO: sb3-contrib), with SBX, its twin in JAX
+(sbx-rl), or with an older script of ours, at equal settings and networks.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py
@@ -99,9 +99,7 @@ FLAGS = {
         --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}
         --target-update-every {target_update_every} --exploration-fraction 0.5 --epsilon-end 0.05""",
 }
-SOLVE = dict(
-    env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
-)
+SOLVE = dict(env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000)
 
 
 def flags_of(task: Task) -> list[str]:
@@ -122,13 +120,12 @@ def call(words: list[str]) -> tuple[str, float, float]:
     memory that it held at most."""
     # Both sides set the threads of torch themselves; the shell must not decide for one of them.
     env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    with tempfile.TemporaryFile("w+") as out:
-        start = time.perf_counter()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=out, env=env)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
-        out.seek(0)
-        text = out.read()
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    start = time.perf_counter()
+    process = subprocess.Popen(words, cwd=ROOT, env=env, **pipes)
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
     if process.returncode:
         last = "\n".join(text.splitlines()[-5:])
         sys.exit(f"speed.py: exit code {process.returncode} of {' '.join(words)[:200]}\n{last}")
@@ -148,9 +145,9 @@ def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], 
     return rows, versions | dict(memory_gb=round(memory, 3)), seconds
 
 
-def speed_of_ours(script: Path, task: Task) -> dict:
+def speed_of_ours(script: Path, task: Task, words: tuple[str, ...] = ()) -> dict:
     """Environment steps per second between two rows of the log, logging included."""
-    rows, about, _ = run_ours(script, flags_of(task), task.threads)
+    rows, about, _ = run_ours(script, [*flags_of(task), *words], task.threads)
     begin, end = task.warmup * task.rollout, (task.warmup + task.window) * task.rollout
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
@@ -161,7 +158,9 @@ def speed_of_ours(script: Path, task: Task) -> dict:
 
 def solve_ours(seed: int, threads: int) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
-    rows, about, seconds = run_ours(ROOT / "algos/ppo.py", [*words, f"--seed={seed}"], threads)
+    rows, about, seconds = run_ours(
+        ROOT / "algos/ppo.py", [*words, "--eval-episodes=10", f"--seed={seed}"], threads
+    )
     solved = rows[-1]["eval/return_mean"] >= SOLVE["stop_return"]
     return about | dict(env_steps=rows[-1]["step"], seconds=round(seconds, 3), solved=solved)
 
@@ -181,7 +180,7 @@ def speed_of_peer(python: str, task: Task) -> dict:
 
 
 def solve_peer(python: str, seed: int, threads: int) -> dict:
-    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=SOLVE)
+    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=True)
     return answer | dict(seconds=round(seconds, 3))
 
 
@@ -194,27 +193,29 @@ def answer(request: dict) -> dict:
     versions = {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium", "numpy")}
     library = importlib.import_module("sbx" if request.get("peer") == SBX else "stable_baselines3")
     versions |= dict(python=platform.python_version(), library_version=library.__version__)
-    if solve := request.get("solve"):
-        return versions | solve_in_peer(library.PPO, request["seed"], **solve)
+    if request.get("solve"):
+        return versions | solve_in_peer(library.PPO, request["seed"])
     return versions | speed_in_peer(library, Task(**request))
 
 
-def solve_in_peer(algorithm, seed, env_id, stop_return, total_timesteps, eval_every, eval_episodes) -> dict:
+def solve_in_peer(algorithm, seed: int) -> dict:
     """RL Baselines3 Zoo's hyperparameters for CartPole-v1 (hyperparams/ppo.yml, commit 22e3ff2)."""
     from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
     from stable_baselines3.common.env_util import make_vec_env
 
     model = algorithm(
-        "MlpPolicy", make_vec_env(env_id, n_envs=8, seed=seed), n_steps=32, batch_size=256, gae_lambda=0.8,
-        gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: 0.001 * left,
+        "MlpPolicy", make_vec_env(SOLVE["env_id"], n_envs=8, seed=seed), n_steps=32, batch_size=256,
+        gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: 0.001 * left,
         clip_range=lambda left: 0.2 * left, device="cpu", seed=seed,
     )  # fmt: skip
     evaluation = EvalCallback(
-        make_vec_env(env_id, n_envs=1, seed=10_000_000), n_eval_episodes=eval_episodes, verbose=0,
-        callback_on_new_best=StopTrainingOnRewardThreshold(stop_return), eval_freq=eval_every // 8,
+        make_vec_env(SOLVE["env_id"], n_envs=1, seed=10_000_000), n_eval_episodes=10, verbose=0,
+        callback_on_new_best=StopTrainingOnRewardThreshold(SOLVE["stop_return"]),
+        eval_freq=SOLVE["eval_every"] // 8,
     )  # fmt: skip
-    model.learn(total_timesteps, callback=evaluation)
-    return dict(env_steps=model.num_timesteps, solved=bool(evaluation.best_mean_reward >= stop_return))
+    model.learn(SOLVE["total_timesteps"], callback=evaluation)
+    solved = bool(evaluation.best_mean_reward >= SOLVE["stop_return"])
+    return dict(env_steps=model.num_timesteps, solved=solved)
 
 
 def make_model(library, task: Task):

@@ -36,8 +36,10 @@ PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end"
 
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
-DDPG, TWIN, DELAY = ("--algorithm", "ddpg"), ("--twin-critics", "True"), ("--policy-delay", "2")
-GAUSSIAN = ("--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
+DDPG = ("--algorithm", "ddpg")
+TWIN = (*DDPG, "--twin-critics", "True")
+DELAY = (*TWIN, "--policy-delay", "2")
+GAUSSIAN = (*DELAY, "--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
 NOT_SLIPPERY = ("--env-kwargs", '{"is_slippery": false}')
 
 ONE_STEP = ("--n-step", "1")
@@ -92,12 +94,9 @@ SUITES = {
     # From DDPG to TD3, one ingredient after the other: twin critics, delay, exploration, target noise.
     "td3_ablation": [
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, DDPG, "ddpg"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN), "ddpg_twin"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN, *DELAY), "ddpg_twin_delay"),
-        Cell(
-            "ddpg_td3", "Pendulum-v1", 20_000, 5, None, (*DDPG, *TWIN, *DELAY, *GAUSSIAN),
-            "ddpg_twin_delay_gaussian",
-        ),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, TWIN, "ddpg_twin"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, DELAY, "ddpg_twin_delay"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, GAUSSIAN, "ddpg_twin_delay_gaussian"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),  # and target noise
     ],
     "q_learning": [

@@ -1,8 +1,7 @@
 """Writes the table of algorithms in README.md and the results in docs/, each between two comments, from data.
 
-    python benchmark/tables.py              # after benchmark/run.py, speed.py or a change in algos/
-    python benchmark/tables.py --check      # exit code 1 if a page is out of date
-    python benchmark/tables.py --suite dqn  # prints what benchmark/results has of a suite
+    python benchmark/tables.py            # after benchmark/run.py, speed.py or a change in algos/
+    python benchmark/tables.py --check    # exit code 1 if a page is out of date
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
 <!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
@@ -17,7 +16,7 @@ import sys
 from collections import defaultdict
 from pathlib import Path
 
-from run import ROOT, rows_of, short, slug, summary
+from run import ROOT, rows_of, short, slug
 from speed import OURS, SB3, TASKS
 from suites import PUBLISHED, SUITES
 
@@ -150,11 +149,7 @@ def output(mark: str) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
-    parser.add_argument("--suite", choices=SUITES, help="only print the results of this suite")
     args = parser.parse_args()
-    if args.suite:
-        print(summary({cell: finals(cell) for cell in SUITES[args.suite]}))
-        return 0
     wanted = [(ROOT / "README.md", "table", f"{table()}\n\n{NOTE}")]
     for page in sorted((ROOT / "docs").glob("*.md")):
         for mark in re.findall(r"<!-- (results|output:\w+):start -->", page.read_text(encoding="utf-8")):
