@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from run import ROOT
-from speed import TASKS, speed_of_ours, speed_of_peer
+from speed import TASKS, run_peer, speed_of_ours
 
 SHORT = dict(num_envs=16, num_steps=128, warmup=2, window=10)
 ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tells them
@@ -38,8 +38,8 @@ def main() -> None:
     for name in args.tasks:
         task, published = ROWS[name]
         script = ROOT / f"algos/{task.algo}.py"
-        speeds = [round(speed_of_ours(script, task, x)["steps_per_second"]) for x in sides.values()]
-        peer = round(speed_of_peer(args.sb3_python, task)["steps_per_second"]) if args.sb3_python else ""
+        speeds = [speed_of_ours(script, task, words)["steps_per_second"] for words in sides.values()]
+        peer = run_peer(args.sb3_python, **task._asdict())["steps_per_second"] if args.sb3_python else ""
         table.writerow([name, *speeds, published, peer])
 
 

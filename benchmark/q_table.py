@@ -77,8 +77,7 @@ def draw_table(run: Path) -> None:
         for axes, (title, picture) in zip(panels, pictures.items(), strict=True):
             image = axes.imshow(picture, aspect="auto", **style)
             axes.set_title(title, fontsize=9)
-            axes.set(xticks=[], yticks=[])
-            axes.grid(False)
+            axes.set(xticks=[], yticks=[])  # and so no grid
             if what == "policy" and columns <= LARGEST_TEXT:
                 for y, x in np.argwhere(np.isfinite(picture)):
                     axes.text(x, y, symbols[int(picture[y, x])], ha="center", va="center", color="white")

@@ -152,8 +152,8 @@ def speed_of_ours(script: Path, task: Task, words: tuple[str, ...] = ()) -> dict
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
     steps, seconds = (rows[-1][name] - rows[0][name] for name in ("step", "seconds"))
-    speed = round(steps / seconds, 1)
-    return about | dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=speed)
+    speed = dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=round(steps / seconds, 1))
+    return about | speed
 
 
 def solve_ours(seed: int, threads: int) -> dict:
@@ -166,22 +166,12 @@ def solve_ours(seed: int, threads: int) -> dict:
 
 
 # ------------------------------------------------------------------------------------------ Stable-Baselines3
-def run_peer(python: str, **request) -> tuple[dict, float]:
+def run_peer(python: str, **request) -> dict:
     """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON.
-    Returns the answer and the seconds from command to exit."""
+    The seconds are those from command to exit unless the answer has others."""
     text, seconds, memory = call([python, str(Path(__file__).resolve()), "--request", json.dumps(request)])
     (line,) = re.findall(r"^{.*}$", text, re.M)  # warnings may stand before it and after
-    return json.loads(line) | dict(memory_gb=round(memory, 3)), seconds
-
-
-def speed_of_peer(python: str, task: Task) -> dict:
-    answer, _ = run_peer(python, **task._asdict())
-    return answer | dict(steps_per_second=round(answer["env_steps"] / answer["seconds"], 1))
-
-
-def solve_peer(python: str, seed: int, threads: int) -> dict:
-    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=True)
-    return answer | dict(seconds=round(seconds, 3))
+    return dict(seconds=round(seconds, 3), memory_gb=round(memory, 3)) | json.loads(line)
 
 
 def answer(request: dict) -> dict:
@@ -270,8 +260,8 @@ def speed_in_peer(library, task: Task) -> dict:
 
     clock, end = Clock(), task.warmup + task.window
     make_model(library, task).learn((end + 1) * task.rollout, callback=clock)
-    seconds = clock.times[end] - clock.times[task.warmup]
-    return dict(env_steps=task.window * task.rollout, seconds=round(seconds, 3))
+    seconds, steps = clock.times[end] - clock.times[task.warmup], task.window * task.rollout
+    return dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=round(steps / seconds, 1))
 
 
 # -------------------------------------------------------------------------------------------------- the sides
@@ -298,12 +288,12 @@ def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list
 def sides_of(task: Task, args: argparse.Namespace) -> dict:
     """What is compared: name and a function of the pair's number."""
     if args.solve:
-        ours = lambda seed: solve_ours(seed, task.threads)
-        return {OURS: ours, SB3: lambda seed: solve_peer(args.sb3_python, seed, task.threads)}
+        theirs = lambda seed: run_peer(args.sb3_python, seed=seed, threads=task.threads, solve=True)
+        return {OURS: lambda seed: solve_ours(seed, task.threads), SB3: theirs}
     ours = lambda _: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)
     if args.against:
         return {OURS: ours, OLDER: lambda _: speed_of_ours(args.against.resolve(), task)}
-    return {OURS: ours, task.peer: lambda _: speed_of_peer(args.sb3_python, task)}
+    return {OURS: ours, task.peer: lambda _: run_peer(args.sb3_python, **task._asdict())}
 
 
 def main() -> None:
