@@ -28,15 +28,13 @@ ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tell
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--tasks", nargs="+", choices=ROWS, default=ROWS, help="what to measure")
     parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3, to measure it on the CPU")
     parser.add_argument("--out", type=Path, help="CSV to write")
     args = parser.parse_args()
     sides = {words: f"--device {words}".split() for words in ("cuda", "cpu", "cuda --compile")}
     table = csv.writer(args.out.open("w", newline="") if args.out else sys.stdout, lineterminator="\n")
     table.writerow(["task", *sides, "LeanRL on an H100", "Stable-Baselines3 on the CPU"])
-    for name in args.tasks:
-        task, published = ROWS[name]
+    for name, (task, published) in ROWS.items():
         script = ROOT / f"algos/{task.algo}.py"
         speeds = [speed_of_ours(script, task, words)["steps_per_second"] for words in sides.values()]
         peer = run_peer(args.sb3_python, **task._asdict())["steps_per_second"] if args.sb3_python else ""

@@ -46,10 +46,9 @@ def mean(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
 
 
 def stratified_bootstrap(strata, statistic, resamples=2000):
-    """Estimate and 95% percentile interval of a statistic; runs are drawn anew within each stratum.
+    """Estimate, lower and upper bound (points,) of a 95% percentile interval of a statistic.
 
-    strata is a list of arrays (runs, points), one per environment; each environment weighs the same, whatever
-    its number of runs. Returns estimate, lower and upper bound, (points,) each.
+    Runs are drawn with replacement in each stratum, (runs, points) of one environment; all weigh the same.
     """
     weights = np.concatenate([np.full(len(runs), 1 / len(runs)) for runs in strata])
     rng, draws = np.random.default_rng(0), []
@@ -107,11 +106,6 @@ class Curve(NamedTuple):
     returns: np.ndarray  # (seeds, points)
     final: float  # mean over the seeds
     bar: float | None
-
-    def on_scale(self, returns):
-        """0 is the untrained policy, 1 the bar."""
-        start = self.returns[:, 0].mean()
-        return (returns - start) / (self.bar - start)
 
 
 def read_results(files: list[Path]) -> list[Curve]:
@@ -174,9 +168,10 @@ def draw_results(files: list[Path], out: Path, apart: bool) -> None:
         for name, own in joint.items():
             strata, finals = [], []
             for curve in own:
-                done, seeds = curve.steps / curve.steps[-1], curve.on_scale(curve.returns)
+                done, start = curve.steps / curve.steps[-1], curve.returns[:, 0].mean()
+                seeds = (curve.returns - start) / (curve.bar - start)
                 strata.append(np.stack([np.interp(share, done, seed) for seed in seeds]))
-                finals.append(curve.on_scale(curve.final))
+                finals.append((curve.final - start) / (curve.bar - start))
             draw(axes, share, strata, np.mean(finals), colour[name], len(joint) == 1)
         axes.axhline(1, color="black", linestyle=":", linewidth=1.3)
         title = "all environments with a bar"

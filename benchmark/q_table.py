@@ -13,7 +13,6 @@ import contextlib
 import csv
 import io
 import json
-import sys
 import tempfile
 from pathlib import Path
 
@@ -33,7 +32,6 @@ WORLDS = {  # a symbol for each action, and the grid of the states where they ar
     "Blackjack": ("SH", None),
 }
 PLACES = ["red", "green", "yellow", "blue", "taxi"]  # of Taxi
-LARGEST_TEXT = 12  # with more columns a symbol in each cell cannot be read
 SEEDS, EPISODES = 50, 500  # of each rule on the cliff
 
 
@@ -78,7 +76,7 @@ def draw_table(run: Path) -> None:
             image = axes.imshow(picture, aspect="auto", **style)
             axes.set_title(title, fontsize=9)
             axes.set(xticks=[], yticks=[])  # and so no grid
-            if what == "policy" and columns <= LARGEST_TEXT:
+            if what == "policy" and columns <= 12:  # with more a symbol in each cell cannot be read
                 for y, x in np.argwhere(np.isfinite(picture)):
                     axes.text(x, y, symbols[int(picture[y, x])], ha="center", va="center", color="white")
         bar = figure.colorbar(image, ax=panels)
@@ -125,8 +123,8 @@ def draw_cliff(out: Path) -> None:
             axes.plot(np.arange(len(smooth)) + 5.5, smooth, color=colour, label=label)
             print(f"{label}: mean return of the last 100 episodes {mean[-100:].mean():.1f}")
     axes.axhline(-13, color="black", linestyle=":", linewidth=1.3, label="best possible")
-    axes.set(ylim=(-100, -5), xlabel="episode", ylabel="return while learning")
-    axes.set_title(f"CliffWalking-v1, epsilon 0.1; mean of {SEEDS} seeds and 10 episodes", fontsize=10)
+    title = f"CliffWalking-v1, epsilon 0.1; mean of {SEEDS} seeds and 10 episodes"
+    axes.set(title=title, ylim=(-100, -5), xlabel="episode", ylabel="return while learning")
     axes.legend(fontsize=9)
     figure.savefig(out)
     print(out)
@@ -141,8 +139,6 @@ def main() -> None:
     plt.rcParams.update(STYLE)
     if args.cliff:
         draw_cliff(args.cliff)
-    elif not (args.run / "checkpoint.pt").is_file():
-        sys.exit(f"q_table.py: {args.run} has no checkpoint.pt: give the folder of a run of q_learning.py")
     else:
         draw_table(args.run)
 

@@ -89,11 +89,8 @@ def commit() -> str:
 # --------------------------------------------------------------------------------------------------- one seed
 @contextlib.contextmanager
 def exclusive(path: Path):
-    """Waits until no other process works on this seed. Yields the lock, which children inherit.
-
-    The training of a killed benchmark lives on and holds the lock, so a second start waits for it instead of
-    writing into the same folder.
-    """
+    """Waits until no other process works on this seed: the training of a killed benchmark lives on and holds
+    the lock. Yields the lock, which children inherit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for attempt in itertools.count():
@@ -262,9 +259,7 @@ def write_rows(rows: list[dict], results: Path) -> None:
 
 def iqm(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
     """Interquartile mean, of the middle half of the weight: scores (..., runs), weights (runs,) -> (...).
-
-    A run that straddles a quartile counts with the part that lies inside, so any number of runs will do.
-    """
+    A run that straddles a quartile counts with the part that lies inside, so any number of runs will do."""
     order = scores.argsort(-1)
     share = (weights / weights.sum())[order]
     upper = share.cumsum(-1)

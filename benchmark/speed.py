@@ -310,8 +310,6 @@ def main() -> None:
     if args.request:
         print(json.dumps(answer(json.loads(args.request))))
         return
-    if args.pairs < 1:
-        parser.error("--pairs must be at least 1")
     same = lambda row: (row["kind"], row["task"], str(row["threads"]))
     order = lambda row: (*same(row), int(row["pair"]), row["library"])
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())

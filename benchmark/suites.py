@@ -171,7 +171,6 @@ PUBLISHED = {
     ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
     ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
     ("a2c", "MountainCarContinuous-v0"): "91.2 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
-    ("a2c", "LunarLander-v3"): "27.4 at 300k (SLM-Lab, training return); 155.8 at 200k (Zoo, one run)",
     ("es", "CartPole-v1"): "500 at 50k (ARS, a cousin; RL Baselines3 Zoo, one run)",
     ("es", "Acrobot-v1"): "-82.9 at 500k (ARS; RL Baselines3 Zoo, one run)",
     ("es", "Pendulum-v1"): "-212.5 at 2M (ARS; RL Baselines3 Zoo, one run)",

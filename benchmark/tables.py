@@ -129,42 +129,34 @@ def table() -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def update(page: Path, mark: str, content: str) -> str:
-    """The text of the page with content between the lines <!-- mark:start --> and <!-- mark:end -->."""
-    before, start, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark}:start -->")
-    _, end, after = rest.partition(f"<!-- {mark}:end -->")
-    if not (start and end):
-        sys.exit(f"tables.py: {page} lacks the lines <!-- {mark}:start --> and <!-- {mark}:end -->")
-    return f"{before}{start}\n{content}\n{end}{after}"
+def content(page: Path, name: str) -> str:
+    """What belongs between the comments of this name on this page."""
+    if name == "table":
+        return f"{table()}\n\n{NOTE}"
+    if name == "results":
+        return results_table(page.stem)
+    printed = (RESULTS / f"{name.removeprefix('output:')}.txt").read_text(encoding="utf-8")
+    return "```text\n" + printed.strip("\n") + "\n```"
 
 
-def output(mark: str) -> str:
-    """What a script printed, as a block."""
-    path = RESULTS / f"{mark.removeprefix('output:')}.txt"
-    if not path.exists():
-        sys.exit(f"tables.py: {path} is missing: measure it first")
-    return f"```text\n{path.read_text(encoding='utf-8').strip(chr(10))}\n```"
+def filled(page: Path) -> str:
+    """The text of the page with what the data say."""
+    block = lambda x: f"<!-- {x[1]}:start -->\n{content(page, x[1])}\n<!-- {x[1]}:end -->"
+    marks = r"<!-- (table|results|output:\w+):start -->.*?<!-- \1:end -->"
+    return re.sub(marks, block, page.read_text(encoding="utf-8"), flags=re.S)
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     args = parser.parse_args()
-    wanted = [(ROOT / "README.md", "table", f"{table()}\n\n{NOTE}")]
-    for page in sorted((ROOT / "docs").glob("*.md")):
-        for mark in re.findall(r"<!-- (results|output:\w+):start -->", page.read_text(encoding="utf-8")):
-            content = results_table(page.stem) if mark == "results" else output(mark)
-            wanted.append((page, mark, content))
-    for page, mark, content in wanted:
-        new = update(page, mark, content)
-        if new == page.read_text(encoding="utf-8"):
-            continue
-        if args.check:
-            print(f"{page} is out of date: run python benchmark/tables.py", file=sys.stderr)
-            return 1
-        page.write_text(new, encoding="utf-8")
-    return 0
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = filled(page)
+        if not args.check:
+            page.write_text(text, encoding="utf-8")
+        elif text != page.read_text(encoding="utf-8"):
+            sys.exit(f"{page} is out of date: run python benchmark/tables.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
