@@ -194,7 +194,7 @@ def attempt(job: tuple) -> list[dict] | str:
     except Failed as error:
         return str(error)
     except (OSError, LookupError, ValueError) as error:
-        return f"its files are gone or damaged ({error!r}): move what is left of it and its .json away"
+        return f"its files are gone or damaged ({error}): move what is left of it and its .json away"
 
 
 # -------------------------------------------------------------------------------------------------- all seeds
