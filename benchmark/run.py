@@ -11,7 +11,6 @@ time. Columns, files and traps: benchmark/README.md.
 import argparse
 import contextlib
 import csv
-import fcntl
 import importlib.util
 import itertools
 import json
@@ -31,6 +30,11 @@ from pathlib import Path
 
 import numpy as np
 from suites import SUITES, Cell
+
+try:
+    import fcntl
+except ImportError:  # Windows: start this program once at a time
+    fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
 COLUMNS = """
@@ -93,7 +97,7 @@ def exclusive(path: Path):
     the lock. Yields the lock, which children inherit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        for attempt in itertools.count():
+        for attempt in itertools.count() if fcntl else ():
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -110,7 +114,9 @@ def call(words: list[str], log: Path, lock) -> str:
         raise Failed("stopped")
     with log.open("a+") as file:
         start = file.seek(0, os.SEEK_END)
-        pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file, pass_fds=[lock.fileno()])
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        if fcntl:
+            pipes["pass_fds"] = [lock.fileno()]
         child = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)
         CHILDREN.add(child)
         if STOP.is_set():  # came between the check above and this line
