@@ -62,7 +62,7 @@ def differing(folder: Path) -> dict[str, list[list[str]]]:
 
 
 def push(name: str, origin: Path, folder: Path) -> list[str]:
-    """Overwrites the other copies of name, but not those of ADDS, with the text in origin. Returns which changed."""
+    """Gives the other copies of name, but not those of ADDS, the text in origin. Returns which changed."""
     if name in ADDS.get(origin.name, ()):
         raise KeyError(f"{name} of {origin} has lines that the others must not have")
     text, changed = texts(origin)[name], []
