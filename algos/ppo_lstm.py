@@ -10,7 +10,8 @@ Differences from the papers:
  3. The gradient goes back to the first step of an episode or of the rollout, whichever is later. What a
     rollout begins with is the memory as the policy of that time left it, not computed anew.
  4. V(m_{t+1}) takes the memory one step further with the true successor, also with a final observation.
- 5. The cells see observations alone, neither the last action nor the last reward.
+ 5. The cells see observations alone, neither the last action nor the last reward. Their gates that keep
+    start open, each for another time up to num_steps (Tallec and Ollivier 2018, arXiv 1804.11188).
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
 """
@@ -311,6 +312,8 @@ class RecurrentTrunk(Trunk):
         self.cell = (nn.LSTM if args.memory == "lstm" else nn.GRU)(self.width, args.memory_size)
         for weight in self.cell.parameters():
             nn.init.orthogonal_(weight) if weight.dim() == 2 else nn.init.zeros_(weight)
+        keep = self.cell.bias_hh_l0.data[args.memory_size : 2 * args.memory_size]  # f of LSTM, z of GRU
+        keep.uniform_(1, args.num_steps).log_()  # open for 1 to num_steps steps
         self.width, self.parts = args.memory_size, 2 if args.memory == "lstm" else 1
 
     def forward(self, obs, memory, sizes):

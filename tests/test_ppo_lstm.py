@@ -71,6 +71,14 @@ def test_a_call_with_all_sequences_is_step_by_step_with_nothing_in_mind_after_an
     assert all((p.grad != 0).any() for name, p in agent.named_parameters() if "trunks" in name)
 
 
+@pytest.mark.parametrize("memory", ["lstm", "gru"])
+def test_gates_that_keep_start_open_for_up_to_a_rollout(ppo_lstm, memory):
+    cell = make_agent(ppo_lstm, memory).trunks[0].cell
+    gates, steps = cell.bias_hh_l0.detach().view(-1, 64), tiny(ppo_lstm).num_steps
+    assert 1 <= gates[1].exp().min() < 4 and steps - 4 < gates[1].exp().max() <= steps
+    assert (gates[[0, *range(2, len(gates))]] == 0).all() and (cell.bias_ih_l0 == 0).all()
+
+
 def test_memory_is_handed_on_and_is_nothing_where_an_episode_or_a_segment_begins(ppo_lstm, monkeypatch):
     seen, act, start = [], ppo_lstm.Agent.act, ppo_lstm.start_segment
 
