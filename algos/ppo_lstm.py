@@ -10,8 +10,8 @@ Differences from the papers:
  3. The gradient goes back to the first step of an episode or of the rollout, whichever is later. What a
     rollout begins with is the memory as the policy of that time left it, not computed anew.
  4. V(m_{t+1}) takes the memory one step further with the true successor, also with a final observation.
- 5. The cells see observations alone, neither the last action nor the last reward. Their gates that keep
-    start open, each for another time up to num_steps (Tallec and Ollivier 2018, arXiv 1804.11188).
+ 5. The cells see observations alone, neither the last action nor the last reward. With memory_span their
+    gates that keep start open, each for another time (Tallec and Ollivier 2018, arXiv 1804.11188).
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
 """
@@ -95,6 +95,7 @@ class Args:
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
     memory: Literal["lstm", "gru"] = "lstm"  # what remembers, between the hidden layers and the last one
     memory_size: Count = 64  # units of each memory
+    memory_span: Count = 1  # steps for which they keep what they have before anything is learned, at most
     shared_trunk: bool = False  # actor and critic share all layers but the last, and the memory
     log_std_init: float = -1.0  # log standard deviation of Box actions at first
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
@@ -313,7 +314,7 @@ class RecurrentTrunk(Trunk):
         for weight in self.cell.parameters():
             nn.init.orthogonal_(weight) if weight.dim() == 2 else nn.init.zeros_(weight)
         keep = self.cell.bias_hh_l0.data[args.memory_size : 2 * args.memory_size]  # f of LSTM, z of GRU
-        keep.uniform_(1, args.num_steps).log_()  # open for 1 to num_steps steps
+        keep.uniform_(1, args.memory_span).log_()  # open for 1 to memory_span steps
         self.width, self.parts = args.memory_size, 2 if args.memory == "lstm" else 1
 
     def forward(self, obs, memory, sizes):
@@ -472,16 +473,18 @@ class RewardNorm(RunningNorm):
 # Own sweeps from RL Baselines3 Zoo's ppo_lstm.yml on; many environments, for sequences run side by side.
 TUNED = {
     "benchmark.hidden_envs:CartPoleNoVel-v1": dict(
-        total_timesteps=100_000, num_steps=32, num_minibatches=2, learning_rate=1e-3, gamma=0.98,
-        gae_lambda=0.8, anneal_lr=True),
+        total_timesteps=100_000, num_steps=64, learning_rate=1e-3, gamma=0.98, gae_lambda=0.9,
+        anneal_lr=True, eval_every=25_000),
     "benchmark.hidden_envs:PendulumNoVel-v1": dict(
-        total_timesteps=100_000, num_steps=64, num_minibatches=8, learning_rate=1e-3, gamma=0.9,
-        anneal_lr=True, log_std_init=0.0),
+        total_timesteps=100_000, num_envs=32, num_steps=32, num_minibatches=8, learning_rate=2e-3, gamma=0.9,
+        hidden_sizes=(64,), memory_size=32, normalize_reward=True, anneal_lr=True, log_std_init=0.0,
+        eval_every=25_000),
     "benchmark.hidden_envs:MountainCarContinuousNoVel-v0": dict(
         total_timesteps=300_000, num_steps=64, gamma=0.9999, gae_lambda=0.9, normalize_obs=True,
         normalize_reward=True, anneal_lr=True, log_std_init=0.0, eval_every=30_000),
     "benchmark.hidden_envs:TMaze-v0": dict(
-        total_timesteps=100_000, num_envs=32, learning_rate=1e-3),
+        total_timesteps=60_000, num_envs=32, learning_rate=2e-3, hidden_sizes=(64,), memory_size=32,
+        memory_span=128, shared_trunk=True, eval_every=20_000),
     # after CleanRL's settings for MuJoCo and for Atari with an LSTM; not measured
     "mujoco": dict(num_envs=8, num_steps=256, num_minibatches=8, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),

@@ -48,7 +48,7 @@ VARIANTS = {
 HIDDEN = "benchmark.hidden_envs:"  # its environments do not show all that matters
 MEMORIES = {
     "lstm": ("ppo_lstm", ()), "gru": ("ppo_lstm", ("--memory", "gru")),
-    "none": ("ppo", ("--num-envs", "32", "--learning-rate", "0.001")),
+    "none": ("ppo", ("--num-envs", "32", "--learning-rate", "0.002", "--eval-every", "20000")),
 }  # fmt: skip
 
 SUITES = {
@@ -75,7 +75,7 @@ SUITES = {
     # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
     "t_maze_ablation": [
         Cell(
-            algo, f"{HIDDEN}TMaze-v0", 100_000, 5, None,
+            algo, f"{HIDDEN}TMaze-v0", 60_000, 5, None,
             ("--env-kwargs", f'{{"delay": {delay}}}', *args), f"{memory}_{delay}",
         )
         for memory, (algo, args) in MEMORIES.items()

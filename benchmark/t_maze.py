@@ -48,7 +48,7 @@ def main() -> None:
     axes.set(xscale="log", xlabel="steps from the cue to the junction", ylabel="share of right turns")
     axes.set_xticks(delays, delays)
     axes.axhline(0.5, color="black", linestyle=":", linewidth=1.3)
-    save(figure, "T-maze after 100,000 steps: seeds and their mean", args.out, legend)
+    save(figure, "T-maze after 60,000 steps: seeds and their mean", args.out, legend)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ def ppo_lstm():
     return load_script("ppo_lstm")
 
 
-def make_agent(script, memory="lstm", shared=False):
+def make_agent(script, memory="lstm", shared=False, **changes):
     torch.manual_seed(0)
-    args = tiny(script, memory=memory, shared_trunk=shared, normalize_obs=False)
+    args = tiny(script, memory=memory, shared_trunk=shared, normalize_obs=False, **changes)
     return script.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(4), args, CPU)
 
 
@@ -72,10 +72,12 @@ def test_a_call_with_all_sequences_is_step_by_step_with_nothing_in_mind_after_an
 
 
 @pytest.mark.parametrize("memory", ["lstm", "gru"])
-def test_gates_that_keep_start_open_for_up_to_a_rollout(ppo_lstm, memory):
-    cell = make_agent(ppo_lstm, memory).trunks[0].cell
-    gates, steps = cell.bias_hh_l0.detach().view(-1, 64), tiny(ppo_lstm).num_steps
-    assert 1 <= gates[1].exp().min() < 4 and steps - 4 < gates[1].exp().max() <= steps
+@pytest.mark.parametrize("span", [1, 50])
+def test_gates_that_keep_start_open_for_up_to_memory_span(ppo_lstm, memory, span):
+    cell = make_agent(ppo_lstm, memory, memory_span=span).trunks[0].cell
+    gates = cell.bias_hh_l0.detach().view(-1, 64)
+    low, high = gates[1].exp().min(), gates[1].exp().max()
+    assert 1 <= low <= 1 + span / 10 and 0.9 * span <= high <= span + 1e-4
     assert (gates[[0, *range(2, len(gates))]] == 0).all() and (cell.bias_ih_l0 == 0).all()
 
 
