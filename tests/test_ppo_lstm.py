@@ -194,6 +194,6 @@ def test_hidden_environments_hide():
             assert (cue in (-1, 1), junction) == (t == 0, 0)
             (cue, junction), reward, end, _, _ = maze.step(seed % 2)
             assert reward == 0 and not end
-        assert (cue, junction) == (0, 1)
+        assert (cue, junction) == (0, 1) and maze.render().shape == (48, 96, 3)
         _, reward, end, _, info = maze.step(seed % 2)
         assert end and reward == info["is_success"] == (seed % 2 == (known > 0))
