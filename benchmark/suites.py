@@ -50,6 +50,12 @@ VARIANTS = {
     "all_but_noisy": ("--n-step", "3", "--double", "--dueling", "--per"),
 }  # fmt: skip
 
+HIDDEN = "benchmark.hidden_envs:"  # its environments do not show all that matters
+MEMORIES = {
+    "lstm": ("ppo_lstm", ()), "gru": ("ppo_lstm", ("--memory", "gru")),
+    "none": ("ppo", ("--num-envs", "32", "--learning-rate", "0.002", "--eval-every", "20000")),
+}  # fmt: skip
+
 SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
     "smoke": [Cell("ppo", "CartPole-v1", 10_240, seeds=2, args=FEW)],
@@ -60,6 +66,20 @@ SUITES = {
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=3, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=3, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
+    ],
+    "ppo_lstm": [
+        Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=5, bar=475),
+        Cell("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1", 100_000, seeds=5, bar=-220),
+        Cell("ppo_lstm", f"{HIDDEN}MountainCarContinuousNoVel-v0", 300_000, seeds=5, bar=88),
+    ],
+    # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
+    "t_maze_ablation": [
+        Cell(
+            algo, f"{HIDDEN}TMaze-v0", 60_000, 5, None,
+            ("--env-kwargs", f'{{"delay": {delay}}}', *args), f"{memory}_{delay}",
+        )
+        for memory, (algo, args) in MEMORIES.items()
+        for delay in (10, 30, 100)
     ],
     # Hours, and a GPU for Atari. The bars were measured otherwise: HalfCheetah is one run of RL Baselines3
     # Zoo, the other MuJoCo tasks are Tianshou's maximum over training, both on -v3; Atari had no sticky
@@ -162,6 +182,12 @@ PUBLISHED = {
     ("ppo", "LunarLander-v3"): "242.1 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return); none known at 300k",
+    ("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1"): "500 at 100k (RL Baselines3 Zoo, one run)",
+    ("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1"): "-217.9 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    (
+        "ppo_lstm",
+        f"{HIDDEN}MountainCarContinuousNoVel-v0",
+    ): "91.5 at 300k (RL Baselines3 Zoo, one run, with gSDE)",
     ("reinforce", "CartPole-v1"): "483.3 at 200k (SLM-Lab, training return, centered returns)",
     ("trpo", "CartPole-v1"): "500 at 100k (RL Baselines3 Zoo, one run)",
     ("trpo", "Acrobot-v1"): "-83.1 at 100k (RL Baselines3 Zoo, one run)",

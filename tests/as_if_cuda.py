@@ -264,6 +264,44 @@ class Graph:
                 storage.copy_(before)
 
 
+class Recurrent(torch.autograd.Function):
+    """An LSTM or a GRU is one operation, as cuDNN's is: here that of the CPU."""
+
+    @staticmethod
+    def forward(ctx, function, sizes, options, parts, grad, *given):
+        GPU.launches[GPU.where()] += 1
+        with _disable_current_modes(), torch.set_grad_enabled(grad):
+            needed = ctx.needs_input_grad[5:]
+            ctx.given = [
+                x.host.detach().requires_grad_(n and grad) for x, n in zip(given, needed, strict=True)
+            ]
+            x, *more = ctx.given
+            state = tuple(more[:parts]) if parts == 2 else more[0]
+            ctx.out = function(x, sizes, state, more[parts:], *options)
+            return tuple(OnDevice(y.detach(), given[0].device) for y in ctx.out)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        needed = [x for x in ctx.given if x.requires_grad]
+        with _disable_current_modes():
+            found = iter(torch.autograd.grad(ctx.out, needed, [grad.host for grad in grads]))
+        back = [OnDevice(next(found), grads[0].device) if x.requires_grad else None for x in ctx.given]
+        return None, None, None, None, None, *back
+
+
+def recurrent(function):
+    def call(x, sizes, state, weights, *options):
+        if not isinstance(x, OnDevice):
+            return function(x, sizes, state, weights, *options)
+        states = state if isinstance(state, tuple) else (state,)
+        if isinstance(sizes, OnDevice) or not all(part.is_contiguous() for part in states):
+            raise RuntimeError(f"cuDNN takes sizes on the host and a contiguous state: {GPU.where()}")
+        given = function, sizes, options, len(states), torch.is_grad_enabled()
+        return Recurrent.apply(*given, x, *states, *weights)
+
+    return call
+
+
 @contextlib.contextmanager
 def on_stream(stream):
     before, GPU.stream = GPU.stream, stream
@@ -298,6 +336,7 @@ module = types.SimpleNamespace(  # takes the place of torch.cuda
 )  # fmt: skip
 _setup_privateuseone_for_python_backend("vgpu", backend_module=module)
 register_optimizer_step_pre_hook(check_optimizer)
+torch._VF.lstm, torch._VF.gru = recurrent(torch._VF.lstm), recurrent(torch._VF.gru)
 GPU = Gpu()
 GPU.start("")
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 ALGOS = Path(__file__).parents[1] / "algos"
 EXEMPT = "Args TUNED Actor Critic ActorCritic Agent Policy QNetwork train".split()  # these differ on purpose
+ADDS = {"ppo_lstm.py": {"reset_done"}}  # these have lines of their own beside all those of the common text
 
 
 def definitions(source: str) -> dict[str, tuple[int, int]]:
@@ -42,23 +43,33 @@ def texts(path: Path) -> dict[str, str]:
     return {name: "\n".join(lines[slice(*span)]) for name, span in definitions(source).items()}
 
 
+def adds_to(common: str, text: str) -> bool:
+    """Whether text has all lines of common, in their order."""
+    lines = iter(text.splitlines())
+    return all(line in lines for line in common.splitlines())
+
+
 def differing(folder: Path) -> dict[str, list[list[str]]]:
     """Names with more than one text: groups of scripts that agree."""
     copies = defaultdict(lambda: defaultdict(list))
-    for path in sorted(folder.glob("*.py")):
+    for path in sorted(folder.glob("*.py"), key=lambda path: (path.name in ADDS, path.name)):
         for name, text in texts(path).items():
+            if name in ADDS.get(path.name, ()):  # counts as the text that it adds lines to
+                text = next((common for common in copies[name] if adds_to(common, text)), text)
             if name not in EXEMPT:
                 copies[name][text].append(path.name)
     return {name: list(groups.values()) for name, groups in copies.items() if len(groups) > 1}
 
 
 def push(name: str, origin: Path, folder: Path) -> list[str]:
-    """Overwrites the other copies of name with the text in origin. Returns the scripts that changed."""
+    """Gives the other copies of name, but not those of ADDS, the text in origin. Returns which changed."""
+    if name in ADDS.get(origin.name, ()):
+        raise KeyError(f"{name} of {origin} has lines that the others must not have")
     text, changed = texts(origin)[name], []
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()
         span = definitions(source).get(name)
-        if span is None or path.resolve() == origin.resolve():
+        if span is None or path.resolve() == origin.resolve() or name in ADDS.get(path.name, ()):
             continue
         lines = source.splitlines()
         lines[slice(*span)] = text.splitlines()

@@ -34,6 +34,10 @@ CASES = {
     "ppo, mask": ("ppo", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
     "ppo, image": ("ppo", IMAGE | dict(shared_trunk=True), 8),
     "ppo, target_kl": ("ppo", dict(target_kl=1.0), 24),
+    "ppo_lstm": ("ppo_lstm", {}, 8),
+    "ppo_lstm, gru": ("ppo_lstm", BOX | dict(memory="gru", entropy_method="max", entropy_coef=0.1), 12),
+    "ppo_lstm, image": ("ppo_lstm", IMAGE | dict(shared_trunk=True), 8),
+    "ppo_lstm, mask": ("ppo_lstm", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
     "a2c": ("a2c", dict(num_steps=4), 32),
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
@@ -191,6 +195,11 @@ ppo: tensor.pin_memory() -> vars(to_tensor).setdefault((tensor.shape, tensor.dty
 ppo: .pin_memory().to(device, non_blocking=True) -> .to(device) -> too many waits
 ppo: greedy).cpu() -> greedy).to("cpu", non_blocking=True) -> race: read before it was copied
 ppo: greedy).cpu() -> greedy) -> can't convert cuda
+ppo_lstm: to_tensor(~done[:, None, None], info["next_memory"].device) -> torch.tensor(~done[:, None, None])
+    -> all tensors must be on one device
+ppo_lstm: update(batch, to_tensor(rows, device), sizes) -> update(batch, rows.to(device), sizes)
+    -> too many waits
+ppo_lstm: memory.transpose(0, 1).contiguous() -> memory.transpose(0, 1) -> a contiguous state
 ppo: self.mean.lerp_( -> self.mean = self.mean.lerp( -> state differs
 ppo: / self.count, -> / self.count.item(), -> wait in an update
 ppo, image: loss.backward() -> loss.backward(); [setattr(p, "grad", p.grad.contiguous())

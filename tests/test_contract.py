@@ -162,7 +162,8 @@ def test_a_normalizer_sees_what_is_acted_from(script):
     """Also the observations of resets, and no final one."""
     if not has(script, "normalize_obs"):
         pytest.skip("has no normalizer")
-    script.train(tiny(script, **probe(script, "Boundary"), num_envs=1, episodes_per_update=1))
+    one = dict(num_envs=1, num_minibatches=1, episodes_per_update=1)
+    script.train(tiny(script, **probe(script, "Boundary"), **one))
     steps = [step for step in probe_envs.Boundary.steps if not step[0]]
     seen = np.array([[number, episode, t - 1, 0] for _, number, episode, t, _, _ in steps], dtype=float)
     agent = checkpoint()["agent"]

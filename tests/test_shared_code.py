@@ -73,6 +73,30 @@ def test_a_different_copy_is_named_and_push_repairs_it(folder, name, old, new):
     assert [path.read_text() for path in sorted(folder.glob("*.py"))] == [ONE] * 3
 
 
+LONGER = ONE.replace("    return LIMIT", "    more = 1\n    return LIMIT")
+
+
+def test_a_text_that_may_add_lines_has_all_lines_of_the_common_one(folder):
+    script = folder / "ppo_lstm.py"
+    last, reset_done = "def last", "def reset_done"  # the name that may
+    for path in folder.glob("*.py"):
+        path.write_text(ONE.replace(last, reset_done))
+    script.write_text(LONGER.replace(last, reset_done))
+    assert shared_code(folder) == (0, "", "")
+    for wrong in (LONGER.replace("return LIMIT", "return -LIMIT"), LONGER.replace("    return LIMIT", "")):
+        script.write_text(wrong.replace(last, reset_done))
+        assert shared_code(folder) == (1, "reset_done: one.py = three.py = two.py | ppo_lstm.py\n", "")
+    script.write_text(LONGER.replace(last, reset_done))
+    assert (
+        shared_code(folder, "--push", "reset_done", folder / "one.py")[1] == "reset_done: changed nothing\n"
+    )
+    code, _, error = shared_code(folder, "--push", "reset_done", script)
+    assert code == 2 and "reset_done" in error and len(error.splitlines()) == 1
+    (folder / "one.py").write_text(ONE)
+    script.write_text(LONGER)  # another name may not
+    assert shared_code(folder)[0] == 1
+
+
 def test_push_inserts_nothing_where_the_name_is_absent_and_knows_its_names(folder):
     without = ONE[: ONE.index("def last")]
     (folder / "three.py").write_text(without)

@@ -1,0 +1,71 @@
+"""Environments that do not show all that matters, for ppo_lstm.py. From the project's folder:
+
+    python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
+    python algos/ppo_lstm.py --env-id benchmark.hidden_envs:TMaze-v0 --env-kwargs '{"delay": 30}'
+
+Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
+"""
+
+from functools import partial
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box, Discrete
+
+
+class Partly(gym.ObservationWrapper):
+    """Only these entries of the observations of an environment."""
+
+    def __init__(self, env_id: str, entries: list[int], **kwargs):
+        super().__init__(gym.make(env_id, max_episode_steps=-1, disable_env_checker=True, **kwargs))
+        space, self.entries = self.env.observation_space, entries
+        self.observation_space = Box(space.low[entries], space.high[entries], dtype=space.dtype)
+
+    def observation(self, obs):
+        return obs[self.entries]
+
+
+class TMaze(gym.Env):
+    """A corridor of delay steps that ends in a junction: left or right? Only the first observation tells.
+
+    Observes [cue, junction]: cue is -1 or 1 at the entrance, else 0; junction is 1 there, else 0. Every step
+    leads onwards; the action at the junction, 0 if the cue was -1, 1 if it was 1, pays 1 and all else 0. So
+    the return is the share of right turns, and 0.5 what can be had without memory (Bakker 2001, where the
+    walk through the corridor is to be learned too).
+    """
+
+    metadata = {"render_modes": ["rgb_array"], "render_fps": 10}
+    observation_space, action_space = Box(-1, 1, (2,), np.float32), Discrete(2)
+
+    def __init__(self, delay: int = 10, render_mode: str | None = None):
+        self.delay, self.render_mode = delay, render_mode
+
+    def observe(self):
+        return np.array([self.cue if self.t == 0 else 0, self.t == self.delay], dtype=np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.cue = 0, self.np_random.choice([-1, 1])
+        return self.observe(), {}
+
+    def step(self, action):
+        end = self.t == self.delay
+        right = bool(end and action == (self.cue + 1) // 2)
+        self.t += 1
+        return self.observe(), float(right), bool(end), False, {"is_success": right}
+
+    def render(self):
+        """The corridor from left to right: walls dark, the cue green where the reward is, the agent blue."""
+        image = np.full((3, self.delay + 2, 3), 40, dtype=np.uint8)
+        image[1, :-1] = image[:, self.delay] = 255
+        image[1 + self.cue, self.delay] = 0, 160, 0
+        image[1, min(self.t, self.delay)] = 0, 0, 255
+        return image.repeat(16, axis=0).repeat(16, axis=1)
+
+
+NO_VELOCITY = {"CartPole-v1": ([0, 2], 500), "Pendulum-v1": ([0, 1], 200),
+               "MountainCarContinuous-v0": ([0], 999)}  # fmt: skip
+for name, (entries, max_steps) in NO_VELOCITY.items():
+    maker = partial(Partly, name, entries)
+    gym.register(name.replace("-", "NoVel-"), entry_point=maker, max_episode_steps=max_steps)
+gym.register("TMaze-v0", entry_point=TMaze)

@@ -1,0 +1,199 @@
+"""ppo_lstm.py: what is remembered, from where to where, and that learning sees what acting saw."""
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from conftest import call_main, flags, load_script, progress, tiny
+from test_on_policy import CPU, short, updates, watch_loss
+
+import benchmark.hidden_envs as hidden_envs
+
+KINDS = [("lstm", False), ("gru", False), ("lstm", True)]  # of memory; shared by actor and critic
+
+
+@pytest.fixture
+def ppo_lstm():
+    return load_script("ppo_lstm")
+
+
+def make_agent(script, memory="lstm", shared=False, **changes):
+    torch.manual_seed(0)
+    args = tiny(script, memory=memory, shared_trunk=shared, normalize_obs=False, **changes)
+    return script.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(4), args, CPU)
+
+
+def random_ends(steps=30, envs=5):
+    done = (torch.rand(steps, envs, generator=torch.Generator().manual_seed(1)) < 0.15).float()
+    done[:, 1], done[:, 2] = 0, 1  # one that never ends, one that always does
+    return done
+
+
+def test_sequences_are_the_episodes_of_the_chosen_environments(ppo_lstm):
+    done, chosen = random_ends(), torch.tensor([3, 1, 2])
+    rows, sizes = ppo_lstm.whole_sequences(done, chosen)
+    sequences = [[] for _ in range(sizes[0])]
+    for part in rows.split(sizes.tolist()):
+        for sequence, row in zip(sequences, part.tolist(), strict=False):
+            sequence.append(divmod(row, 5))
+    truth = []
+    for env in chosen.tolist():
+        ends = [-1, *done[:, env].nonzero().flatten().tolist(), 29]
+        truth += [[(t, env) for t in range(a + 1, b + 1)] for a, b in zip(ends, ends[1:], strict=False)]
+    assert sorted(sequences) == sorted(sequence for sequence in truth if sequence)
+    assert [len(x) for x in sequences] == sorted(map(len, sequences), reverse=True)
+
+
+@pytest.mark.parametrize("memory, shared", KINDS)
+def test_a_call_with_all_sequences_is_step_by_step_with_nothing_in_mind_after_an_end(
+    ppo_lstm, memory, shared
+):
+    agent, done = make_agent(ppo_lstm, memory, shared), random_ends()
+    obs, now = torch.randn(30, 5, 3), torch.randn(5, *agent.memory_shape)
+    features, before, after = [], [], []
+    for t in range(30):
+        before.append(now)
+        out, now = agent.encode(obs[t], now)
+        features.append(torch.cat([agent.policy(out).flatten(1), agent.value(out)[:, None]], dim=1))
+        after.append(now)
+        now = now * (1 - done[t])[:, None, None]
+    before, after, features = torch.cat(before), torch.cat(after), torch.cat(features)
+    rows, sizes = ppo_lstm.whole_sequences(done, torch.arange(5))
+    out, last = agent.encode(obs.flatten(0, 1)[rows], before[rows][: sizes[0]], sizes)
+    all_at_once = torch.cat([agent.policy(out).flatten(1), agent.value(out)[:, None]], dim=1)
+    assert torch.allclose(all_at_once, features[rows], atol=1e-6)
+    lengths = (sizes[:, None] > torch.arange(len(last))).sum(0)
+    ends = torch.stack([rows.split(sizes.tolist())[n - 1][i] for i, n in enumerate(lengths.tolist())])
+    assert torch.allclose(last, after[ends], atol=1e-6)
+    for _, part in agent.named_parameters():  # each part of a memory is used
+        part.grad = None
+    all_at_once.sum().backward()
+    assert all((p.grad != 0).any() for name, p in agent.named_parameters() if "trunks" in name)
+
+
+@pytest.mark.parametrize("memory", ["lstm", "gru"])
+@pytest.mark.parametrize("span", [1, 50])
+def test_gates_that_keep_start_open_for_up_to_memory_span(ppo_lstm, memory, span):
+    cell = make_agent(ppo_lstm, memory, memory_span=span).trunks[0].cell
+    gates = cell.bias_hh_l0.detach().view(-1, 64)
+    low, high = gates[1].exp().min(), gates[1].exp().max()
+    assert 1 <= low <= 1 + span / 10 and 0.9 * span <= high <= span + 1e-4
+    assert (gates[[0, *range(2, len(gates))]] == 0).all() and (cell.bias_ih_l0 == 0).all()
+
+
+def test_memory_is_handed_on_and_is_nothing_where_an_episode_or_a_segment_begins(ppo_lstm, monkeypatch):
+    seen, act, start = [], ppo_lstm.Agent.act, ppo_lstm.start_segment
+
+    def watch(agent, obs, info, greedy=True):
+        action = act(agent, obs, info, greedy)
+        if not greedy:
+            seen.append((obs[:, 2], info["memory"].clone(), info["next_memory"].clone()))
+        return action
+
+    monkeypatch.setattr(ppo_lstm.Agent, "act", watch)
+    monkeypatch.setattr(ppo_lstm, "start_segment", lambda *args: seen.clear() or start(*args))
+    args = short(ppo_lstm, "Boundary", total_timesteps=192, checkpoint_every=32, num_minibatches=1)
+    ppo_lstm.train(args)  # an update every 32 steps of each environment
+    assert len(seen) == 32 and (seen[0][1] == 0).all()
+    for (_, _, before), (t, memory, _) in zip(seen, seen[1:], strict=False):
+        begins = torch.tensor(t == 0)
+        assert (memory[begins] == 0).all() and torch.equal(memory[~begins], before[~begins])
+        assert (before != 0).any(-1).all()
+    assert sum((t == 0).sum() for t, *_ in seen) > 8
+
+
+@pytest.mark.parametrize("memory, shared", KINDS)
+def test_learning_begins_at_the_policy_that_acted(ppo_lstm, monkeypatch, memory, shared):
+    """Episodes of 20 steps, rollouts of 32: the second one begins amid them."""
+    calls, log, first = watch_loss(ppo_lstm, monkeypatch), ppo_lstm.Run.log, []
+    monkeypatch.setattr(ppo_lstm.Run, "log", lambda run, row: first.append(len(calls)) or log(run, row))
+    many = dict(num_envs=4, num_minibatches=2, total_timesteps=384, learning_rate=0.02, log_std_init=-3.0)
+    box = dict(actions="box", edge=9.0)
+    ppo_lstm.train(short(ppo_lstm, memory=memory, shared_trunk=shared, env_kwargs=box, **many))
+    for at in sorted({0, *first} - {len(calls)}):
+        assert torch.allclose(calls[at]["log_prob"], calls[at]["old_log_prob"], atol=1e-5)
+    assert len(calls) == 12 and all(len(call["log_prob"]) == 64 for call in calls)  # nothing is padded
+    assert (calls[-1]["log_prob"] - calls[-1]["old_log_prob"]).abs().max() > 1e-3
+
+
+def test_every_epoch_visits_every_environment_whole(ppo_lstm, monkeypatch):
+    calls = watch_loss(ppo_lstm, monkeypatch)
+    ppo_lstm.train(short(ppo_lstm, num_envs=4, num_minibatches=4, update_epochs=3, normalize_advantage=False))
+    epochs = torch.stack([call["advantage"] for call in calls]).view(3, 4, 32)
+    sets = [sorted(sorted(part.tolist()) for part in epoch) for epoch in epochs]
+    assert sets[0] == sets[1] == sets[2] and len(epochs[0].unique()) == 128
+    assert not torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
+
+
+def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, monkeypatch):
+    gae, reset, values, truth = ppo_lstm.compute_gae, ppo_lstm.reset_done, [], []
+    monkeypatch.setattr(ppo_lstm, "compute_gae", lambda *x: values.append((x, truth[-32:])) or gae(*x))
+
+    def watch(envs, info, next_obs, next_info, done):
+        truth.append((torch.tensor(next_obs), info["next_memory"]))
+        return reset(envs, info, next_obs, next_info, done)
+
+    monkeypatch.setattr(ppo_lstm, "reset_done", watch)
+    ppo_lstm.train(short(ppo_lstm, "Boundary", memory_size=8))
+    ((_, value, next_value, _, done, *_), rollout) = values[0]
+    goes_on = done[:-1] == 0
+    assert torch.allclose(next_value[:-1][goes_on], value[1:][goes_on], atol=1e-5) and done.sum() > 8
+    agent = ppo_lstm.load_policy("run/models/0.pt").__self__
+    known = [agent.value(agent.encode(obs, memory)[0]) for obs, memory in rollout]  # final ones too
+    assert torch.allclose(next_value, torch.stack(known), atol=1e-5)
+
+
+def test_environments_that_cannot_be_split_are_refused(ppo_lstm, capsys):
+    assert call_main(ppo_lstm, *flags(tiny(ppo_lstm, num_envs=3, num_minibatches=2))) == 2
+    err = capsys.readouterr().err
+    assert "--num-minibatches" in err and "--num-envs 3" in err and len(err.splitlines()) == 1
+
+
+def test_what_is_loaded_remembers_as_the_evaluation_does(ppo_lstm):
+    ppo_lstm.train(tiny(ppo_lstm, eval_episodes=3))
+    args = ppo_lstm.Args(**torch.load("run/best.pt", weights_only=True)["args"])
+    policy, envs = ppo_lstm.load_policy("run"), ppo_lstm.make_envs(args, 3)
+    ppo_lstm.set_seed(args.eval_seed)
+    obs, info = envs.reset(seed=args.eval_seed)
+    returns, playing = np.zeros(3), np.ones(3, dtype=bool)
+    while playing.any():
+        action = policy(obs, info)
+        assert np.array_equal(action, policy(obs, info))  # asking twice changes nothing
+        next_obs, reward, terminated, truncated, next_info = envs.step(action)
+        returns += playing * reward
+        playing &= ~(terminated | truncated)
+        obs, info = ppo_lstm.reset_done(envs, info, next_obs, next_info, terminated | truncated)
+    evaluated, _ = ppo_lstm.evaluate(args, policy.__self__)
+    assert returns.tolist() == evaluated.tolist()
+    assert progress()[-1]["eval/return_mean"] == pytest.approx(returns.mean())
+
+
+@pytest.mark.parametrize("memory", ["lstm", "gru"])
+def test_learns_what_only_a_memory_can(ppo_lstm, memory):
+    maze = dict(env_id="benchmark.hidden_envs:TMaze-v0", env_kwargs={"delay": 3}, eval_episodes=40)
+    fast = dict(num_envs=16, num_steps=32, num_minibatches=2, update_epochs=10, total_timesteps=8192)
+    args = short(ppo_lstm, **maze | fast, learning_rate=0.005, hidden_sizes=(16,), memory=memory)
+    assert ppo_lstm.train(args).mean() == 1 and updates()
+
+
+def test_hidden_environments_hide():
+    for name, entries in (("CartPoleNoVel-v1", [0, 2]), ("PendulumNoVel-v1", [0, 1])):
+        part, whole = gym.make(name), gym.make(name.replace("NoVel", ""))
+        a, b = part.reset(seed=3)[0], whole.reset(seed=3)[0]
+        assert part.spec.max_episode_steps == whole.spec.max_episode_steps
+        for _ in range(5):
+            assert a.tolist() == b[entries].tolist() and part.observation_space.contains(a)
+            action = whole.action_space.sample()
+            a, b = part.step(action)[0], whole.step(action)[0]
+    assert gym.make("MountainCarContinuousNoVel-v0").observation_space.shape == (1,)
+    maze = hidden_envs.TMaze(delay=4)
+    for seed in range(8):
+        (cue, junction), _ = maze.reset(seed=seed)
+        known = cue
+        for t in range(4):
+            assert (cue in (-1, 1), junction) == (t == 0, 0)
+            (cue, junction), reward, end, _, _ = maze.step(seed % 2)
+            assert reward == 0 and not end
+        assert (cue, junction) == (0, 1) and maze.render().shape == (48, 96, 3)
+        _, reward, end, _, info = maze.step(seed % 2)
+        assert end and reward == info["is_success"] == (seed % 2 == (known > 0))
