@@ -15,11 +15,12 @@ judges the actor or draws a' is in evaluation mode.
 
 Differences from the paper:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
- 2. The running mean is of the deviation of the batch, as Ioffe has it; the authors' code has its variance.
- 3. The squared errors of the critics carry no factor 1/2.
- 4. Discrete actions, as in SAC for them (Christodoulou 2019, arXiv 1910.07207); n-step targets on request;
-    images go through a Nature CNN (Mnih et al. 2015), which has no renormalization.
- 5. TUNED has narrower critics than 2048 units, for a CPU.
+ 2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
+ 3. Running means are of the deviations, as Ioffe has them; the authors' code averages variances.
+ 4. The squared errors of the critics carry no factor 1/2.
+ 5. Discrete actions, as SAC has them (Christodoulou 2019, arXiv 1910.07207), with log(n) / 2 for H.
+ 6. On request n-step targets, without the entropies of the steps between; images go through a Nature CNN
+    (Mnih et al. 2015), which the critics share and which has no normalization of its own.
 
     python algos/crossq.py --env-id Pendulum-v1
 """
@@ -158,7 +159,7 @@ def train(args: Args) -> np.ndarray:
     actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
     critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
     for optimizer in (actor_optimizer, critic_optimizer):
-        optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+        optimizer.param_groups[0]["betas"] = (0.5, 0.999)  # as in the paper
     alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
     target_entropy = args.target_entropy
@@ -167,7 +168,7 @@ def train(args: Args) -> np.ndarray:
 
     def update_critic(batch):
         """One gradient step of the critics on a batch of transitions (B, ...)."""
-        agent.eval().critic.train()
+        agent.eval().critic.train()  # the critics alone normalize by their batch
         obs, next_obs = agent.obs_norm(batch["obs"]), agent.obs_norm(batch["next_obs"])
         with torch.no_grad():
             next_action, log_prob, prob = agent.policy(next_obs)
@@ -424,7 +425,7 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, *action_space.shape) in a vector environment: greedy ones, or drawn."""
-        self.eval()
+        self.eval()  # an update leaves a network in training mode
         obs = self.obs_norm(to_tensor(obs, self.device))
         action = self.mode(obs) if greedy else self.policy(obs)[0]
         return action.cpu().numpy().reshape(-1, *self.action_shape)

@@ -11,10 +11,12 @@ distribution of the return by quantiles; the targets leave out the largest, agai
 
 Differences from the paper:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
- 2. Critics have two hidden layers of 256, as the actor has, in place of three of 512.
- 3. Discrete actions, as in SAC for them (Christodoulou 2019, arXiv 1910.07207): z'_(i) - alpha log pi is
-    averaged over all choices, rank by rank.
- 4. What sac.py has on request: n-step targets, CAPS (Mysore et al. 2021, arXiv 2012.06644); images.
+ 2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
+ 3. Critics have the hidden layers of the actor, two of 256, in place of three of 512.
+ 4. Discrete actions, as SAC has them (Christodoulou 2019, arXiv 1910.07207): the i-th target is averaged over
+    all choices, rank by rank, and H is log(n) / 2.
+ 5. On request n-step targets, without the entropies of the steps between, and CAPS (Mysore et al. 2021, arXiv
+    2012.06644); images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 
     python algos/tqc.py --env-id Pendulum-v1
 """
