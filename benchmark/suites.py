@@ -106,6 +106,16 @@ SUITES = {
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=3),
         Cell("sac", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
     ],
+    "tqc": [
+        Cell("tqc", "Pendulum-v1", 20_000, seeds=5, bar=-155),
+        Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=5, bar=260),
+        Cell("tqc", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
+    ],
+    "crossq": [
+        Cell("crossq", "Pendulum-v1", 20_000, seeds=5, bar=-155),
+        Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=250),
+        Cell("crossq", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
+    ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
     "caps": [
         Cell("sac", "Pendulum-v1", 40_000, seeds=5, bar=-160),
@@ -209,6 +219,11 @@ PUBLISHED = {
     ("sac", "Pendulum-v1"): "-157.0 at 20k (RL Baselines3 Zoo, one run)",
     ("sac", "MountainCarContinuous-v0"): "94.7 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
     ("sac", "LunarLanderContinuous-v3"): "260.4 at 500k on -v2 (RL Baselines3 Zoo, one run)",
+    ("tqc", "Pendulum-v1"): "-151.3 at 20k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("tqc", "LunarLanderContinuous-v3"): "278.0 at 500k on -v2 (RL Baselines3 Zoo, one run)",
+    ("tqc", "HalfCheetah-v5"): "12089.9 at 1M on -v3 (RL Baselines3 Zoo, one run); none known at 100k",
+    ("crossq", "Pendulum-v1"): "-145.7 at 300k (SLM-Lab, training return)",
+    ("crossq", "LunarLanderContinuous-v3"): "268.9 at 300k (SLM-Lab, training return)",
     ("ddpg_td3-td3", "Pendulum-v1"): "-151.9 at 20k (RL Baselines3 Zoo, one run)",
     ("ddpg_td3-ddpg", "Pendulum-v1"): "-152.1 at 20k (RL Baselines3 Zoo, one run)",
     ("ddpg_td3", "MountainCarContinuous-v0"): "93.5 at 300k (TD3, DDPG; RL Baselines3 Zoo, one run of each)",

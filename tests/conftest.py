@@ -33,7 +33,7 @@ TINY = dict(
     num_steps=32, update_epochs=2, value_epochs=2, num_minibatches=2, batch_size=16, buffer_size=400,
     learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
-    population=4, log_every=64, episodes_per_update=2,
+    population=4, log_every=64, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
 )  # fmt: skip
 
 
@@ -52,7 +52,7 @@ def has(module, name: str) -> bool:
 
 def tiny(module, run_dir="run", **changes):
     """Arguments of a tiny training in the Walk environment; changes come on top where there are fields."""
-    actions = "box" if module.__name__ in ("ddpg_td3", "sac") else "discrete"
+    actions = "box" if module.__name__ in ("ddpg_td3", "sac", "tqc", "crossq") else "discrete"
     kwargs = dict(actions=actions, discrete_obs=module.__name__ == "q_learning")
     values = dict(env_id="probe_envs:Walk-v0", env_kwargs=kwargs, run_dir=str(run_dir)) | TINY | changes
     return module.Args(**{name: value for name, value in values.items() if has(module, name)})

@@ -49,8 +49,12 @@ CASES = {
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
+    "tqc": ("tqc", {}, 0),
+    "tqc, choices": ("tqc", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
+    "crossq": ("crossq", dict(renorm_warmup=6), 0),
+    "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
-EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
+EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
@@ -208,6 +212,7 @@ sac: torch.randn_like(mean) -> torch.randn(mean.shape) -> all tensors must be on
 sac: torch.randn_like(mean) -> to_tensor(np.random.randn(*mean.shape), mean.device) -> state differs
 sac: torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau) -> [setattr(t, "data",
      t.lerp(n, tau)) for t, n in zip(target.parameters(), network.parameters())] -> state differs
+crossq: self.std.lerp_(std, 0.01) -> self.std = self.std.lerp(std, 0.01) -> state differs
 dqn: self.obs.index_select(0, to_tensor(frames.ravel(), self.device)) -> self.obs[frames.ravel()]
     -> too many waits
 """

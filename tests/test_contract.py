@@ -22,7 +22,7 @@ FAMILIES = {"mujoco": "HalfCheetah-v5", "atari": "ALE/Pong-v5", "toy_text": "Tax
 
 def probe(script, name: str, **kwargs) -> dict:
     """Fields for an environment of probe_envs, with actions that the script can take."""
-    actions = {"actions": "box"} if script.__name__ in ("ddpg_td3", "sac") else {}
+    actions = {"actions": "box"} if script.__name__ in ("ddpg_td3", "sac", "tqc", "crossq") else {}
     return dict(env_id=f"probe_envs:{name}-v0", env_kwargs=actions | kwargs)
 
 

@@ -13,7 +13,7 @@ from conftest import checkpoint, has, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-GRAPHS = ["ppo", "a2c", "dqn", "ddpg_td3", "sac"]
+GRAPHS = ["ppo", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq"]
 ALL = [(name, graph) for name in GRAPHS for graph in (False, True)]
 ALL += [(name, False) for name in ("vpg", "trpo", "reinforce")]
 TEN_UPDATES = dict(
@@ -49,7 +49,8 @@ def draws_of_the_cpu(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name, graph", [case for case in ALL if case not in [("sac", True), ("ddpg_td3", True)]]
+    "name, graph",
+    [case for case in ALL if case not in [(name, True) for name in ("sac", "ddpg_td3", "tqc", "crossq")]],
 )
 def test_ten_updates_give_the_losses_and_parameters_of_the_cpu(name, graph, draws_of_the_cpu):
     assert_same(train(name, "gpu", "cuda", graph), train(name, "cpu", "cpu"))

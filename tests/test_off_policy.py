@@ -1,4 +1,4 @@
-"""What ddpg_td3.py and sac.py do alike, and each alone: targets, actors, exploration, rhythm."""
+"""What ddpg_td3.py, sac.py and its children do alike, and the first two alone: targets, actors, rhythm."""
 
 import math
 
@@ -12,19 +12,19 @@ from probe_envs import Boundary, boundary_length, boundary_reward, boundary_term
 
 CPU = torch.device("cpu")
 FOUR, TWO = Box(-1, 1, (4,)), Box(-1, 1, (2,))
-td3, sac = load_script("ddpg_td3"), load_script("sac")
+td3, sac, tqc, crossq = map(load_script, ("ddpg_td3", "sac", "tqc", "crossq"))
 
 
-@pytest.fixture(params=[td3, sac], ids=["td3", "sac"])
+@pytest.fixture(params=[td3, sac, tqc, crossq], ids=["td3", "sac", "tqc", "crossq"])
 def both(request):
     return request.param
 
 
 @pytest.fixture
 def seen(monkeypatch):
-    """The parts of the last Run of td3 and of sac, by name, as they are at any time."""
+    """The parts of the last Run of a script, by name, as they are at any time."""
     found = {}
-    for script in (td3, sac):
+    for script in (td3, sac, tqc, crossq):
 
         def watched(self, args, chunk, init=script.Run.__init__, **parts):
             found.update(parts)
@@ -141,15 +141,16 @@ def test_too_large_a_buffer_is_refused_but_playing_needs_none(both, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------- critics
-@pytest.mark.parametrize("name, critics", [("ddpg", 1), ("td3", 2), ("sac", 2)])
+@pytest.mark.parametrize("name, critics", [("ddpg", 1), ("td3", 2), ("sac", 2), ("tqc", 10), ("crossq", 2)])
 def test_critics_learn_the_endless_sum_where_episodes_are_only_truncated(name, critics, seen):
-    own = dict(auto_alpha=False, alpha=1e-8) if name == "sac" else dict(algorithm=name)
+    own = dict(algorithm=name) if name in ("ddpg", "td3") else dict(auto_alpha=False, alpha=1e-8)
     changes = dict(gamma=0.8, learning_rate=0.01, tau=0.1, total_timesteps=800, buffer_size=1000)
-    quick(sac if name == "sac" else td3, "Ones", **changes, **own)
-    value = seen["agent"].critic(torch.zeros(1, 4), torch.zeros(1, 1)).flatten()
+    quick(load_script(name) if "alpha" in own else td3, "Ones", **changes, **own)
+    value = seen["agent"].eval().critic(torch.zeros(1, 4), torch.zeros(1, 1)).flatten()
     assert value.tolist() == pytest.approx([5.0] * critics, rel=0.05)  # ten steps would be 4.5 at most
 
 
+@pytest.mark.parametrize("both", [td3, sac])
 def test_twin_critics_are_apart_and_each_is_what_it_is_alone(both):
     args = arguments(both, hidden_sizes=(8, 6))
     critic, obs, action = both.Critic(FOUR, TWO, args), torch.randn(50, 4), torch.rand(50, 2)
@@ -165,6 +166,7 @@ def test_twin_critics_are_apart_and_each_is_what_it_is_alone(both):
         torch.testing.assert_close(critic(obs, action, first=1)[0], values[0])
 
 
+@pytest.mark.parametrize("both", [td3, sac, crossq])
 def test_critic_loss_equals_numbers_worked_out_by_hand(both):
     q_values, td_target = torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.tensor([2.0, 4.0])
     assert both.critic_loss(q_values, td_target) == (1 + 4) / 2 + (4 + 1) / 2
@@ -207,7 +209,7 @@ def test_a_gradient_step_moves_its_own_parameters_only(both):
 
 
 def test_learning_rates_are_each_ones_own_and_fall_to_0_if_asked(both, seen):
-    given = dict(actor_lr=0.01, critic_lr=0.02) | (dict(alpha_lr=0.03) if both is sac else {})
+    given = dict(actor_lr=0.01, critic_lr=0.02) | ({} if both is td3 else dict(alpha_lr=0.03))
     rates = lambda: [float(seen[x.replace("lr", "optimizer")].param_groups[0]["lr"]) for x in given]
     for i, (changes, expected) in enumerate([
         ({}, [0.1] * len(given)), (given, list(given.values())), (dict(anneal_lr=True), [0.1 / 18] * 3),
@@ -218,18 +220,19 @@ def test_learning_rates_are_each_ones_own_and_fall_to_0_if_asked(both, seen):
 
 @pytest.mark.parametrize("ratio, delay", [(0.25, 2), (1.0, 3), (5.0, 1)])
 def test_updates_per_step_and_policy_delay_count_updates(both, seen, record, ratio, delay):
-    steps, moves = record(both, "gradient_step"), record(both, "polyak_update")
+    steps, moves = record(both, "gradient_step"), [] if both is crossq else record(both, "polyak_update")
     quick(both, updates_per_step=ratio, policy_delay=delay, checkpoint_every=20, tau=0.3)
     mine = lambda part: sum(given[1] is seen[f"{part}_optimizer"] for given, _ in steps)
     first, last = int(ratio * 30), int(ratio * 96)  # the first update follows the step that reaches 32
-    actors = sum(number % (delay if both is td3 else 1) == 0 for number in range(first, last))
+    actors = sum(number % (delay if both in (td3, crossq) else 1) == 0 for number in range(first, last))
     assert (mine("critic"), mine("actor")) == (last - first, actors)
-    agent, names = seen["agent"], ("actor", "critic") if both is td3 else ("critic",)
+    agent, names = seen["agent"], {td3: ("actor", "critic"), crossq: ()}.get(both, ("critic",))
     assert len(moves) == actors * len(names)
     pairs = {(getattr(agent, name), getattr(agent, f"target_{name}"), 0.3) for name in names}
     assert {tuple(given) for given, _ in moves} == pairs
 
 
+@pytest.mark.parametrize("both", [td3, sac, tqc])
 def test_targets_move_by_tau_and_copy_the_statistics_of_layers(both):
     network, target = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
     network(torch.randn(9, 2))
@@ -240,7 +243,7 @@ def test_targets_move_by_tau_and_copy_the_statistics_of_layers(both):
 
 
 def test_actions_are_stored_on_the_unit_cube_and_sent_in_the_bounds(both, seen):
-    loud = {} if both is sac else dict(exploration_noise=1.0)
+    loud = dict(exploration_noise=1.0) if both is td3 else {}
     quick(both, "Box", total_timesteps=200, batch_size=64, **loud)
     buffer, sent = seen["buffer"], np.array(probe_envs.Boxes.actions)
     stored = buffer.data["action"][: buffer.filled].numpy().reshape(-1, 2)
@@ -256,6 +259,7 @@ def test_environments_explore_apart(both, seen):
     assert (actions[:, 1:] - actions[:, :1]).abs().min() > 0
 
 
+@pytest.mark.parametrize("both", [td3, sac, tqc])
 @pytest.mark.parametrize("change", [{}, dict(caps_temporal=1.0, caps_spatial=1.0)])
 def test_what_acts_or_learns_sees_normalized_observations_only(both, seen, record, change):
     if both is td3 and change:
@@ -512,12 +516,13 @@ def test_the_target_is_the_soft_value_of_the_target_critics(seen, record):
     assert 0 in batch["discount"] and 0.5 in batch["discount"]
 
 
-def test_choices_become_the_softmax_of_their_rewards_over_the_temperature(seen):
+@pytest.mark.parametrize("script", [sac, tqc, crossq])
+def test_choices_become_the_softmax_of_their_rewards_over_the_temperature(script, seen):
     """With gamma 0 it is a bandit; action 1 pays 1, action 0 nothing."""
     changes = dict(gamma=0.0, reward_scale=2.0, auto_alpha=False, alpha=1.5, learning_rate=0.02)
     kwargs = {"actions": "discrete", "choosy": True}
-    quick(sac, "Ones", env_kwargs=kwargs, **changes, total_timesteps=500, hidden_sizes=(16,))
-    prob = seen["agent"].policy(torch.zeros(1, 4))[2]
+    quick(script, "Ones", env_kwargs=kwargs, **changes, total_timesteps=500, hidden_sizes=(16,))
+    prob = seen["agent"].eval().policy(torch.zeros(1, 4))[2]
     assert prob[0, 1].item() == pytest.approx(1 / (1 + math.exp(-2 / 1.5)), abs=0.02)
 
 
