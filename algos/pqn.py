@@ -70,19 +70,19 @@ class Args:
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 32  # environments that step together
+    num_envs: Count = 16  # environments that step together
     async_envs: bool = False  # one process per environment, for slow ones
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
-    num_steps: Count = 32  # steps of each environment in a rollout
-    update_epochs: Count = 2  # passes over each rollout
-    num_minibatches: Count = 8  # gradient steps in each pass
+    num_steps: Count = 128  # steps of each environment in a rollout
+    update_epochs: Count = 4  # passes over each rollout
+    num_minibatches: Count = 16  # gradient steps in each pass
     learning_rate: Rate = 3e-4  # step size of the update
     anneal_lr: bool = False  # learning rates fall linearly to 0
     adam_eps: Rate = 1e-5  # added to the denominator of Adam
     gamma: Share = 0.99  # discount
-    q_lambda: Share = 0.65  # lambda of the return; 0: one reward, then the maximum of Q
+    q_lambda: Share = 0.9  # lambda of the return; 0: one reward, then the maximum of Q
     max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
     epsilon_start: Share = 1.0  # share of random actions at first
     epsilon_end: Share = 0.05  # share of random actions in the end
@@ -91,6 +91,7 @@ class Args:
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
     clip_reward: bool = False  # rewards to their sign, for learning only
+    reward_scale: float = 1.0  # rewards times this, for learning only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -182,6 +183,7 @@ def train(args: Args) -> np.ndarray:
         next_value = next_value.view_as(reward)
         if args.clip_reward:
             reward = reward.sign()
+        reward = args.reward_scale * reward
         return_ = q_lambda_returns(reward, next_value, terminated, done, args.gamma, args.q_lambda)
         batch["return_"] = to_tensor(return_.flatten(), device)
 
@@ -295,12 +297,15 @@ class RunningNorm(nn.Module):
 
 # Atari: the authors' program. The others: own trials.
 TUNED = {
-    "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=100_000),
-    "LunarLander-v3": dict(total_timesteps=1_000_000, eval_every=50_000),
-    "atari": dict(total_timesteps=10_000_000, num_envs=128, num_minibatches=32, learning_rate=2.5e-4,
-                  epsilon_end=0.001, exploration_fraction=0.1, hidden_sizes=(512,), clip_reward=True,
-                  eval_every=500_000, torch_threads=0),
+    "CartPole-v1": dict(total_timesteps=60_000, num_steps=64, update_epochs=2, num_minibatches=8,
+                        learning_rate=3e-3, anneal_lr=True),
+    "Acrobot-v1": dict(total_timesteps=200_000, num_steps=64, num_minibatches=8, learning_rate=1e-3,
+                       anneal_lr=True, reward_scale=0.1),
+    "LunarLander-v3": dict(total_timesteps=300_000, num_steps=64, num_minibatches=8, learning_rate=1e-3,
+                           anneal_lr=True, reward_scale=0.1, eval_every=25_000),
+    "atari": dict(total_timesteps=10_000_000, num_envs=128, num_steps=32, update_epochs=2, num_minibatches=32,
+                  learning_rate=2.5e-4, q_lambda=0.65, epsilon_end=0.001, exploration_fraction=0.1,
+                  hidden_sizes=(512,), clip_reward=True, eval_every=500_000, torch_threads=0),
 }  # fmt: skip
 
 

@@ -34,6 +34,9 @@ CASES = {
     "ppo, mask": ("ppo", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
     "ppo, image": ("ppo", IMAGE | dict(shared_trunk=True), 8),
     "ppo, target_kl": ("ppo", dict(target_kl=1.0), 24),
+    "pqn": ("pqn", {}, 8),
+    "pqn, mask": ("pqn", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
+    "pqn, image": ("pqn", IMAGE, 8),
     "a2c": ("a2c", dict(num_steps=4), 32),
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
@@ -46,7 +49,7 @@ CASES = {
     "sac": ("sac", {}, 0),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
 }
-EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
+EAGER = {"ppo", "pqn", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
