@@ -297,10 +297,11 @@ class RunningNorm(nn.Module):
 
 # Atari: the authors' program. The others: own trials.
 TUNED = {
-    "CartPole-v1": dict(total_timesteps=60_000, num_steps=64, update_epochs=2, num_minibatches=8,
-                        learning_rate=3e-3, anneal_lr=True),
-    "Acrobot-v1": dict(total_timesteps=200_000, num_steps=64, num_minibatches=8, learning_rate=1e-3,
-                       anneal_lr=True, reward_scale=0.1),
+    "CartPole-v1": dict(total_timesteps=60_000, num_envs=32, num_steps=32, num_minibatches=8, anneal_lr=True,
+                        learning_rate=3e-3, q_lambda=0.95, exploration_fraction=0.1),
+    "Acrobot-v1": dict(total_timesteps=200_000, num_envs=32, num_steps=32, num_minibatches=8, anneal_lr=True,
+                       learning_rate=1e-3, q_lambda=0.8, exploration_fraction=0.1, reward_scale=0.1,
+                       hidden_sizes=(256, 256), eval_every=25_000),
     "LunarLander-v3": dict(total_timesteps=300_000, num_steps=64, num_minibatches=8, learning_rate=1e-3,
                            anneal_lr=True, reward_scale=0.1, eval_every=25_000),
     "atari": dict(total_timesteps=10_000_000, num_envs=128, num_steps=32, update_epochs=2, num_minibatches=32,
