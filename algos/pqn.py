@@ -9,9 +9,8 @@ environments, with no replay memory and no target network; layer normalization k
 Differences from the paper:
  1. A time limit is no termination: R_t bootstraps from the maximum of Q in the true final observation.
  2. Adam in place of RAdam.
- 3. LayerNorm of a convolution runs over channels and pixels; the authors' program treats each pixel alone.
- 4. A life lost on Atari ends no episode.
- 5. Actions that info["action_mask"] rules out are never taken, and have no part in the maximum in R_t.
+ 3. A life lost on Atari ends no episode.
+ 4. Actions that info["action_mask"] rules out are never taken, and have no part in the maximum in R_t.
 
     python algos/pqn.py --env-id CartPole-v1
 """
@@ -77,7 +76,7 @@ class Args:
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
     num_steps: Count = 128  # steps of each environment in a rollout
     update_epochs: Count = 4  # passes over each rollout
-    num_minibatches: Count = 16  # gradient steps in each pass
+    num_minibatches: Count = 4  # gradient steps in each pass
     learning_rate: Rate = 3e-4  # step size of the update
     anneal_lr: bool = False  # learning rates fall linearly to 0
     adam_eps: Rate = 1e-5  # added to the denominator of Adam
@@ -212,14 +211,19 @@ def orthogonal(layer, gain=2**0.5):
     return layer
 
 
+class PixelNorm(nn.LayerNorm):  # of each pixel of images (B, C, H, W), over its channels
+    def forward(self, image):
+        return super().forward(image.movedim(1, -1)).movedim(-1, 1)
+
+
 class NormCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F): NatureCNN's, or below 36 pixels two smaller, normalized."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
         if min(height, width) < 36:
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
-        convolutions = [nn.Sequential(orthogonal(nn.Conv2d(*s)), nn.GroupNorm(1, s[1])) for s in sizes]
+        convolutions = [nn.Sequential(orthogonal(nn.Conv2d(*s)), PixelNorm(s[1])) for s in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
         self.to(memory_format=torch.channels_last)  # convolves faster
 
@@ -229,7 +233,7 @@ class NormCNN(nn.Sequential):
 
 
 class NormTrunk(nn.Module):
-    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images; normalized."""
+    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
 
     def __init__(self, space, hidden_sizes, activation):
         super().__init__()
