@@ -9,7 +9,7 @@ from shared_code import definitions
 
 LINES = {  # of a whole file
     "q_learning": 705, "reinforce": 780, "es": 810, "vpg": 860, "a2c": 890, "ppo": 910, "trpo": 920,
-    "ddpg_td3": 980, "sac": 990, "dqn": 1030, "pqn": 770,
+    "ddpg_td3": 980, "sac": 990, "dqn": 1030, "pqn": 775,
 }  # fmt: skip
 UTILITIES = 470  # from their rule line to main
 RULE, TRAIN = 140, 220  # the line before which the learning rule and train begin
