@@ -143,6 +143,11 @@ SUITES = {
         Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
     ],
+    "pqn": [
+        Cell("pqn", "CartPole-v1", 60_000, seeds=5, bar=490),
+        Cell("pqn", "Acrobot-v1", 200_000, seeds=5, bar=-85),
+        Cell("pqn", "LunarLander-v3", 300_000, seeds=5, bar=200),
+    ],
     # The six variants, all of them together, and all but noise.
     "dqn_ablation": [
         Cell("dqn", "LunarLander-v3", 100_000, 5, None, ("--eval-every", "10000", *flags), name)
@@ -216,6 +221,8 @@ PUBLISHED = {
     ("dqn", "Acrobot-v1"): "-76.6 at 100k (RL Baselines3 Zoo, one run)",
     ("dqn", "MountainCar-v0"): "-100.8 at 120k (RL Baselines3 Zoo, one run)",
     ("dqn-double_per", "LunarLander-v3"): "265.9 at 300k (SLM-Lab, training return, double with PER)",
+    ("pqn", "CartPole-v1"): "495 ± 7 at 500k (CleanRL, training return)",
+    ("pqn", "Acrobot-v1"): "-96 ± 6 at 500k (CleanRL, training return)",
     ("sac", "Pendulum-v1"): "-157.0 at 20k (RL Baselines3 Zoo, one run)",
     ("sac", "MountainCarContinuous-v0"): "94.7 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
     ("sac", "LunarLanderContinuous-v3"): "260.4 at 500k on -v2 (RL Baselines3 Zoo, one run)",

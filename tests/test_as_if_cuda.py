@@ -38,6 +38,9 @@ CASES = {
     "ppo_lstm, gru": ("ppo_lstm", BOX | dict(memory="gru", entropy_method="max", entropy_coef=0.1), 12),
     "ppo_lstm, image": ("ppo_lstm", IMAGE | dict(shared_trunk=True), 8),
     "ppo_lstm, mask": ("ppo_lstm", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
+    "pqn": ("pqn", {}, 8),
+    "pqn, mask": ("pqn", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
+    "pqn, image": ("pqn", IMAGE, 8),
     "a2c": ("a2c", dict(num_steps=4), 32),
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
@@ -54,7 +57,7 @@ CASES = {
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
     "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
-EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
+EAGER = {"ppo", "pqn", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 

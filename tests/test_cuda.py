@@ -13,7 +13,7 @@ from conftest import checkpoint, has, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-GRAPHS = ["ppo", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq"]
+GRAPHS = ["ppo", "pqn", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq"]
 ALL = [(name, graph) for name in GRAPHS for graph in (False, True)]
 ALL += [(name, False) for name in ("vpg", "trpo", "reinforce")]
 TEN_UPDATES = dict(

@@ -1,0 +1,771 @@
+"""Parallelized Q-network, PQN (Gallici et al. 2024, arXiv 2407.04811): Q-learning from the rollouts of many
+environments, with no replay memory and no target network; layer normalization keeps the values stable.
+
+    return     R_t = r_t + gamma (lambda R_{t+1} + (1 - lambda) max_a Q(s_{t+1}, a))    Peng and Williams 1996
+    loss       (R_t - Q(s_t, a_t))^2 / 2, in several epochs of minibatches on each rollout
+    policy     argmax_a Q(s, a), or with probability epsilon a random action, for each environment by itself
+    network    x -> activation(LayerNorm(W x + b)) in each hidden layer            LayerNorm: Ba et al. 2016
+
+Differences from the paper:
+ 1. A time limit is no termination: R_t bootstraps from the maximum of Q in the true final observation.
+ 2. Adam in place of RAdam.
+ 3. A life lost on Atari ends no episode.
+ 4. Actions that info["action_mask"] rules out are never taken, and have no part in the maximum in R_t.
+
+    python algos/pqn.py --env-id CartPole-v1
+"""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+# ]
+# ///
+
+import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Rate = Annotated[float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+
+
+@dataclass
+class Args:
+    # run
+    seed: int = 1  # seed of everything random
+    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    compile: bool = False  # on CUDA: capture the update as a graph
+    run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
+    init_from: str = ""  # .pt file whose weights a new run starts from
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
+    eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
+    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: int = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
+    capture_video: bool = False  # film an episode of each evaluation
+    render: bool = False  # show an episode of each evaluation in a window
+    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
+    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    # environment
+    env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 16  # environments that step together
+    async_envs: bool = False  # one process per environment, for slow ones
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
+    # algorithm
+    total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
+    num_steps: Count = 128  # steps of each environment in a rollout
+    update_epochs: Count = 4  # passes over each rollout
+    num_minibatches: Count = 4  # gradient steps in each pass
+    learning_rate: Rate = 3e-4  # step size of the update
+    anneal_lr: bool = False  # learning rates fall linearly to 0
+    adam_eps: Rate = 1e-5  # added to the denominator of Adam
+    gamma: Share = 0.99  # discount
+    q_lambda: Share = 0.9  # lambda of the return; 0: one reward, then the maximum of Q
+    max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
+    epsilon_start: Share = 1.0  # share of random actions at first
+    epsilon_end: Share = 0.05  # share of random actions in the end
+    exploration_fraction: Share = 0.2  # share of the training in which epsilon falls
+    hidden_sizes: tuple[Count, ...] = (128, 128)  # widths of the hidden layers (behind the CNN on images)
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
+    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
+    clip_reward: bool = False  # rewards to their sign, for learning only
+    reward_scale: float = 1.0  # rewards times this, for learning only
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+def q_lambda_returns(reward, next_value, terminated, done, gamma, lambda_):
+    """Q(lambda): R_t = r_t + gamma (lambda R_{t+1} + (1 - lambda) next_value[t]) (Peng and Williams 1996).
+
+    All inputs and the result are (num_steps, num_envs). next_value[t] is max_a Q of the true successor of
+    step t, also of a final observation. A termination ends the return, a truncation only the recursion.
+    """
+    return_ = (reward + gamma * (1 - terminated) * next_value).numpy()  # faster on small arrays
+    next_value, decay = next_value.numpy(), (gamma * lambda_ * (1 - done)).numpy()
+    for t in reversed(range(len(return_) - 1)):
+        return_[t] += decay[t] * (return_[t + 1] - next_value[t])
+    return torch.from_numpy(return_)
+
+
+def linear_epsilon(env_steps, args):
+    """Share of random actions: from epsilon_start linearly to epsilon_end, then constant."""
+    share = min(1.0, env_steps / max(1.0, args.exploration_fraction * args.total_timesteps))
+    return args.epsilon_start + share * (args.epsilon_end - args.epsilon_start)
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    device, batch_size = set_up(args), args.num_envs * args.num_steps
+    if batch_size % args.num_minibatches:
+        raise UsageError(f"--num-minibatches must divide num_envs x num_steps = {batch_size}")
+    envs, obs, info = start_segment(args)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
+    graph = args.compile and device.type == "cuda"
+    optimizer = make_adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
+
+    def update(batch, rows):
+        """One gradient step on these rows of a rollout of tensors (num_steps * num_envs, ...)."""
+        batch = {name: x.index_select(0, rows) for name, x in batch.items()}
+        q_value = agent(batch["obs"]).gather(1, batch["action"][:, None]).squeeze(1)
+        loss = 0.5 * F.mse_loss(q_value, batch["return_"])
+        optimizer.zero_grad()
+        loss.backward()
+        (grad_norm,) = clip_gradients(optimizer, args.max_grad_norm)
+        optimizer.step()
+        q_value = q_value.detach()
+        return {
+            "loss/q": loss.detach(), "loss/td_error": (batch["return_"] - q_value).abs().mean(),
+            "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": batch["return_"].mean(),
+            "grad/norm": grad_norm,
+        }  # fmt: skip
+
+    learn = CudaGraph(update) if graph else update
+    run = Run(args, batch_size, agent=agent, optimizer=optimizer)
+    if args.evaluate:
+        return run.evaluate()
+    while True:
+        # Pause: score, save, end, or go on from what was saved
+        if run.due(args.eval_every) and not run.signal:
+            run.evaluate()
+        if run.due(args.checkpoint_every * args.num_envs):
+            run.checkpoint()
+        if run.finished:
+            return run.close(envs)
+        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
+            envs, obs, info = start_segment(args, run.env_steps, envs)
+        if args.anneal_lr:
+            for group in optimizer.param_groups:
+                group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+
+        # Act and step. The values of the successors follow in one batch.
+        steps = []
+        for _ in range(args.num_steps):
+            agent.epsilon = linear_epsilon(run.env_steps, args)
+            action = agent.act(obs, info, greedy=False)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            done = terminated | truncated
+            steps.append(dict(
+                obs=obs, action=action, reward=np.float32(reward), next_mask=next_info.get("action_mask"),
+                next_obs=next_obs, terminated=terminated, done=done,
+            ))  # fmt: skip
+            run.count(reward, done)
+            obs, info = reset_done(envs, info, next_obs, next_info, done)
+
+        # Returns, by the network that collected the rollout; their recursion runs on the host
+        rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...)
+        flat = {name: to_tensor(x.flatten(0, 1), device) for name, x in rollout.items()}
+        batch = {name: flat[name] for name in ("obs", "action")}
+        with torch.no_grad():
+            next_value = agent(flat["next_obs"], flat.get("next_mask")).amax(dim=1).cpu()
+        reward, terminated, done = rollout["reward"], rollout["terminated"], rollout["done"]
+        next_value = next_value.view_as(reward)
+        if args.clip_reward:
+            reward = reward.sign()
+        reward = args.reward_scale * reward
+        return_ = q_lambda_returns(reward, next_value, terminated, done, args.gamma, args.q_lambda)
+        batch["return_"] = to_tensor(return_.flatten(), device)
+
+        # Update. Every epoch visits the whole rollout in a new order.
+        epochs = [torch.randperm(batch_size, device=device) for _ in range(args.update_epochs)]
+        updates = []
+        for rows in torch.cat(epochs).split(batch_size // args.num_minibatches):
+            updates.append(learn(batch, rows))
+        if args.normalize_obs:
+            agent.obs_norm.update(batch["obs"])
+
+        # Log
+        last_epoch = updates[-args.num_minibatches :]
+        metrics = {name: torch.stack([row[name] for row in last_epoch]).mean() for name in last_epoch[0]}
+        run.log(metrics | {
+            "reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max(),
+            "schedule/epsilon": agent.epsilon, "schedule/learning_rate": optimizer.param_groups[0]["lr"],
+        })  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def orthogonal(layer, gain=2**0.5):
+    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class PixelNorm(nn.LayerNorm):  # of each pixel of images (B, C, H, W), over its channels
+    def forward(self, image):
+        return super().forward(image.movedim(1, -1)).movedim(-1, 1)
+
+
+class NormCNN(nn.Sequential):
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
+
+    def __init__(self, channels, height, width):
+        sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        if min(height, width) < 36:
+            sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
+        convolutions = [nn.Sequential(orthogonal(nn.Conv2d(*s)), PixelNorm(s[1])) for s in sizes]
+        super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
+        self.to(memory_format=torch.channels_last)  # convolves faster
+
+    def forward(self, image):
+        pixels = image.to(torch.float32, memory_format=torch.channels_last)
+        return super().forward(pixels / 255 if image.dtype == torch.uint8 else pixels)
+
+
+class NormTrunk(nn.Module):
+    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
+
+    def __init__(self, space, hidden_sizes, activation):
+        super().__init__()
+        self.cnn = NormCNN(*space.shape) if is_image(space) else nn.Identity()
+        sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
+        pairs = [(orthogonal(nn.Linear(*size)), nn.LayerNorm(size[1])) for size in pairwise(sizes)]
+        self.layers = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+        self.activation, self.width = getattr(F, activation), sizes[-1]
+
+    def forward(self, obs):
+        x = self.cnn(obs)
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class Agent(nn.Module):
+    """The values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape)."""
+
+    def __init__(self, obs_space, action_space, args, device):
+        super().__init__()
+        if not isinstance(action_space, Discrete):
+            raise UsageError(f"{args.env_id} has {action_space} actions, PQN needs Discrete: try ppo.py")
+        self.device, self.epsilon = device, args.epsilon_end  # training sets it anew for each step
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
+        self.trunk = NormTrunk(obs_space, args.hidden_sizes, args.activation)
+        self.head = orthogonal(nn.Linear(self.trunk.width, int(action_space.n)), gain=1.0)
+        self.to(device)
+
+    def forward(self, obs, mask=None):
+        """mask (B, A) says which actions are legal; the others get -1e8."""
+        q_values = self.head(self.trunk(self.obs_norm(obs)))
+        return q_values if mask is None else q_values.masked_fill(mask == 0, -1e8)
+
+    @torch.inference_mode()
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs,) in a vector environment: the best ones; if not greedy, some of them random."""
+        mask = to_tensor(info["action_mask"], self.device) if "action_mask" in info else None
+        q_values = self(to_tensor(obs, self.device), mask).cpu().numpy()
+        chance = np.where(q_values > -1e8, np.random.random(q_values.shape), -1)
+        explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
+        return np.where(explore, chance.argmax(axis=1), q_values.argmax(axis=1))
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        self.count += len(x)
+        share, delta = len(x) / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+# Atari: the authors' program. The others: own trials.
+TUNED = {
+    "CartPole-v1": dict(total_timesteps=60_000, num_envs=32, num_steps=32, num_minibatches=8, anneal_lr=True,
+                        learning_rate=3e-3, q_lambda=0.95, exploration_fraction=0.1),
+    "Acrobot-v1": dict(total_timesteps=200_000, num_envs=32, num_steps=32, num_minibatches=8, anneal_lr=True,
+                       learning_rate=1e-3, q_lambda=0.8, exploration_fraction=0.1, reward_scale=0.1,
+                       hidden_sizes=(256, 256), eval_every=25_000),
+    "LunarLander-v3": dict(total_timesteps=300_000, num_steps=64, num_minibatches=8, learning_rate=1e-3,
+                           anneal_lr=True, reward_scale=0.1, eval_every=25_000),
+    "atari": dict(total_timesteps=10_000_000, num_envs=128, num_steps=32, update_epochs=2, num_minibatches=32,
+                  learning_rate=2.5e-4, q_lambda=0.65, epsilon_end=0.001, exploration_fraction=0.1,
+                  hidden_sizes=(512,), clip_reward=True, eval_every=500_000, torch_threads=0),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A mistake of the user: main prints it in one line and exits with code 2."""
+
+
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > make_args."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
+        try:
+            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
+
+
+def set_up(args) -> torch.device:
+    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        for part in (hint, *get_args(hint)):  # the type, or the types inside it
+            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
+                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
+                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
+                    raise UsageError(f"{value}: must be from {low} to {high}")
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"
+        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+    set_seed(args.seed)
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    try:
+        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
+        device = torch.empty(0, device=device).device  # with its number
+        if device.type == "cuda":
+            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
+    except (RuntimeError, AssertionError):
+        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
+    return device
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
+
+
+def is_image(space: gym.Space) -> bool:
+    return space.dtype == np.uint8 and len(space.shape or ()) == 3
+
+
+def standardize(env: gym.Env) -> gym.Env:
+    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
+    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
+    space, actions = env.observation_space, env.action_space
+    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
+    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+        env = gym.wrappers.FlattenObservation(env)
+    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+        env = gym.wrappers.DtypeObservation(env, np.float32)
+    if isinstance(actions, Box) and actions.dtype.kind == "f":
+        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
+        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
+        env = gym.wrappers.RescaleAction(env, low, high)
+        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
+    elif isinstance(actions, MultiBinary):
+        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
+    elif not isinstance(actions, (Discrete, MultiDiscrete)):
+        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
+    elif np.any(actions.start):
+        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
+        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
+    return env
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
+    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
+
+    def make_env():
+        if os.getpid() != training:  # in a process of its own: the training decides when to stop
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        return standardize(gym.make(args.env_id, **kwargs))
+
+    try:
+        if args.env_id.startswith("ALE/"):
+            gym.register_envs(importlib.import_module("ale_py"))
+            kwargs = {"reward_clipping": False, **kwargs}
+            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
+        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+
+
+def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+    """New environments, and everything random seeded from (seed, env_steps).
+
+    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
+    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
+    """
+    if old_envs is not None:
+        old_envs.close()
+    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+    set_seed(seed)
+    envs = make_envs(args, args.num_envs)
+    envs.action_space.seed(seed)
+    return envs, *envs.reset(seed=seed)
+
+
+def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    if "action_mask" in info or "action_mask" in next_info:  # one of some environments is 0 for the others
+        if not all(given.get("_action_mask", np.False_).all() for given in (info, next_info)):
+            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
+    if not done.any():
+        return next_obs, next_info
+    obs, new_info = envs.reset(options={"reset_mask": done})
+    if "action_mask" in new_info:
+        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
+        new_info["_action_mask"] |= ~done
+    return obs, new_info
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
+    """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
+    names, host = [name for name, x in steps[0].items() if x is not None], torch.device("cpu")
+    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in names}
+
+
+def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
+    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
+    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
+    """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
+    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    return norms
+
+
+class CudaGraph:
+    """update(batch, rows), captured after three calls and then replayed: one launch instead of hundreds."""
+
+    def __init__(self, update):
+        self.update, self.calls, self.source = update, 0, None
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, batch: dict[str, torch.Tensor], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                metrics = self.update(batch, rows)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return metrics
+        if self.calls == 4:
+            self.batch, self.rows = {name: x.clone() for name, x in batch.items()}, rows.clone()
+            with torch.cuda.graph(self.graph):
+                self.metrics = self.update(self.batch, self.rows)
+        if batch is not self.source:  # once for each rollout
+            self.source = batch
+            for name, x in batch.items():
+                self.batch[name].copy_(x)
+        self.rows.copy_(rows)
+        self.graph.replay()
+        return {name: x.clone() for name, x in self.metrics.items()}
+
+
+def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
+
+    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
+    untouched: own environments, own random numbers.
+    """
+    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
+    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
+    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
+    playing, t = np.ones(n, dtype=bool), 0
+    agent.eval()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        set_seed(args.eval_seed)
+        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        envs = make_envs(replace(args, async_envs=False), n, **render)
+        obs, info = envs.reset(seed=args.eval_seed)
+        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            if show and playing[0]:
+                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
+                if not isinstance(frame, np.ndarray):
+                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
+                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
+                if film and not writer:  # VP9: browsers play it
+                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
+                    writer = cv2.VideoWriter(str(film), codec, fps, size)
+                if film:
+                    writer.write(frame)
+                if args.render:
+                    cv2.imshow(args.env_id, frame)
+                    cv2.waitKey(round(1000 / fps))
+            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            playing &= ~(terminated | truncated)
+            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            t += 1
+        envs.close()
+    agent.train()
+    random.setstate(states[0])
+    np.random.set_state(states[1])
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
+    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
+    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+
+
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+def load_policy(path: str | Path):
+    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+    state = load(path)
+    args = Args(**state["args"])
+    envs = make_envs(args, 1)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    return agent.eval().act
+
+
+class Run:
+    """The folder of a run: its counters, log, evaluations and checkpoints.
+
+    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
+    objects with state_dict and load_state_dict; agent is what plays.
+    """
+
+    def __init__(self, args, chunk: int, **parts):
+        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
+        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
+        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
+        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
+        script = Path(sys.modules[train.__module__].__file__)
+        env = args.env_id.replace("/", "-").replace(":", "-")
+        name = f"runs/{env}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or name)
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
+        if not args.evaluate:
+            self.open(script)
+
+    def load(self, path: Path) -> None:
+        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+        for name in self.parts if whole else ["agent"]:
+            part = self.parts[name]
+            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
+                state[name]["param_groups"] = part.state_dict()["param_groups"]
+            try:
+                part.load_state_dict(state[name])
+            except (RuntimeError, ValueError) as error:
+                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.evaluate or not self.args.run_dir:
+            self.folder = path if path.is_dir() else path.parent
+
+    def open(self, script: Path) -> None:
+        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        args = self.args
+        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if args.resume and args.run_dir:  # a branch begins with a copy
+            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
+            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
+                shutil.copy(old / name, self.folder)
+        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = "git describe --always --dirty"
+        git = subprocess.run(
+            git, shell=True, cwd=script.parent, capture_output=True, text=True
+        ).stdout.strip()
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
+            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
+            shutil.copy(script, self.folder / name)
+        if args.track == "wandb":
+            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
+            importlib.import_module("wandb").init(project="plainrl", **options)
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        self.started_at = time.perf_counter() - self.seconds
+        print(f"run folder: {self.folder}")
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def catch(self, number: int, frame) -> None:
+        """Stops at the next pause; a second signal stops at once."""
+        if self.signal:
+            os._exit(128 + number)
+        self.signal = number
+
+    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Counts one step of every environment; reward is as the environment gave it."""
+        self.env_steps += len(reward)
+        self.episode_return += reward
+        self.episode_length += 1
+        for i in done.nonzero()[0]:
+            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
+            self.episode_return[i] = self.episode_length[i] = 0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.signal > 0
+
+    def due(self, every: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        return now and self.saved_at < self.env_steps
+
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, film = self.args, None
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
+            film.parent.mkdir(exist_ok=True)
+        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
+        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
+        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
+        if args.evaluate or self.signal:
+            return returns
+        self.returns = returns.tolist()
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=self.parts["agent"])
+        return returns
+
+    def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
+        if self.episodes:
+            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.seconds = time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
+
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
+
+    def checkpoint(self) -> None:
+        """Saves all that what follows depends on; episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.episode_return[:] = self.episode_length[:] = 0
+
+    def close(self, envs) -> np.ndarray:
+        """Returns the returns of the last evaluation, one per episode."""
+        envs.close()
+        self.writer.close()
+        self.bar.close()
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+        if self.signal:
+            go_on = f"python {sys.argv[0]} --resume {self.folder}"
+            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
+            sys.exit(128 + self.signal)
+        return np.array(self.returns)
+
+
+def main() -> None:
+    try:
+        train(parse_args())
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+
+
+if __name__ == "__main__":
+    main()
