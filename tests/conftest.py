@@ -33,7 +33,7 @@ TINY = dict(
     num_steps=32, update_epochs=2, value_epochs=2, num_minibatches=2, batch_size=16, buffer_size=400,
     learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
-    population=4, log_every=64, episodes_per_update=2,
+    population=4, log_every=64, episodes_per_update=2, initial_obs_steps=4,
 )  # fmt: skip
 
 

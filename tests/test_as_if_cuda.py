@@ -34,6 +34,8 @@ CASES = {
     "ppo, mask": ("ppo", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
     "ppo, image": ("ppo", IMAGE | dict(shared_trunk=True), 8),
     "ppo, target_kl": ("ppo", dict(target_kl=1.0), 24),
+    "ppo_rnd": ("ppo_rnd", {}, 16),
+    "ppo_rnd, image": ("ppo_rnd", IMAGE | dict(shared_trunk=True, newest_channels=1), 16),
     "a2c": ("a2c", dict(num_steps=4), 32),
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
@@ -46,7 +48,7 @@ CASES = {
     "sac": ("sac", {}, 0),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
 }
-EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
+EAGER = {"ppo", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
@@ -195,6 +197,7 @@ ppo: self.mean.lerp_( -> self.mean = self.mean.lerp( -> state differs
 ppo: / self.count, -> / self.count.item(), -> wait in an update
 ppo, image: loss.backward() -> loss.backward(); [setattr(p, "grad", p.grad.contiguous())
      for p in agent.parameters()] -> same layout
+ppo_rnd: torch.rand_like(error) -> torch.rand(len(error)) -> all tensors must be on one device
 sac: torch.randn_like(mean) -> torch.randn(mean.shape) -> all tensors must be on one device
 sac: torch.randn_like(mean) -> to_tensor(np.random.randn(*mean.shape), mean.device) -> state differs
 sac: torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau) -> [setattr(t, "data",
