@@ -485,10 +485,12 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# MountainCar: ppo.py's, with TODO. Atari after the paper, with 32 of its 128 environments, so that the whole of a
-# minibatch trains the predictor, and with 50,000 in place of 819,200 random steps.
+# MountainCar: tuned on one seed; with gamma 0.99 it stays at three swings (-145), the paper's 0.999 finds two.
+# Atari after the paper, with 32 of its 128 environments, so that the whole of a minibatch trains the predictor,
+# and with 50,000 in place of 819,200 random steps.
 TUNED = {
-    "MountainCar-v0": dict(total_timesteps=500_000, num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98,
+    "MountainCar-v0": dict(total_timesteps=500_000, num_envs=16, num_minibatches=8, update_epochs=4,
+                           learning_rate=1e-3, gamma=0.999, gae_lambda=0.98, entropy_coef=0.01,
                            normalize_obs=True, normalize_reward=True, anneal_lr=True, eval_every=25_000),
     "atari": dict(total_timesteps=50_000_000, num_envs=32, update_epochs=4, learning_rate=1e-4,
                   predictor_lr=1e-4, predictor_proportion=1.0, gamma=0.999, clip_coef=0.1, entropy_coef=0.001,

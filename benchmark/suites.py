@@ -137,6 +137,13 @@ SUITES = {
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
     ],
+    # Rewards that random actions do not find; ppo.py on the grid at equal steps and settings. benchmark/visits.py
+    # draws what is visited.
+    "ppo_rnd": [
+        Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
+        Cell("ppo_rnd", "benchmark.sparse_grid:SparseGrid-v0", 100_000, seeds=5, bar=1.0),
+        Cell("ppo", "benchmark.sparse_grid:SparseGrid-v0", 100_000, seeds=5),
+    ],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
