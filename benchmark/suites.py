@@ -137,8 +137,8 @@ SUITES = {
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
     ],
-    # Rewards that random actions do not find; ppo.py on the grid at equal steps and settings. benchmark/visits.py
-    # draws what is visited.
+    # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
+    # benchmark/visits.py draws what is visited.
     "ppo_rnd": [
         Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
         Cell("ppo_rnd", "benchmark.sparse_grid:SparseGrid-v0", 100_000, seeds=5, bar=1.0),
