@@ -1,4 +1,4 @@
-"""Policy gradients: reinforce, vpg, a2c, ppo and trpo, alike where they are alike."""
+"""Policy gradients: reinforce, vpg, a2c, ppo and its kin, and trpo, alike where they are alike."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-FAMILY = [name for name in ("reinforce", "vpg", "a2c", "ppo", "trpo") if name in NAMES]
+FAMILY = [name for name in ("reinforce", "vpg", "a2c", "ppo", "ppo_rnd", "trpo") if name in NAMES]
 CRITICS = [name for name in FAMILY if name != "reinforce"]
 CPU = torch.device("cpu")
 
@@ -36,6 +36,7 @@ def trpo():
 def short(module, env="Walk", run_dir="run", env_kwargs=None, **changes):
     """Arguments of one rollout of 64 steps, with a model before and after it, and nothing normalized."""
     plain = dict(normalize_obs=False, normalize_reward=False, eval_every=10**9, checkpoint_every=0)
+    plain |= dict(extrinsic_coef=1.0, intrinsic_coef=0.0, initial_obs_steps=0)  # novelty pays nothing
     kwargs = dict(env_id=f"probe_envs:{env}-v0", env_kwargs=env_kwargs or {}, total_timesteps=1)
     return tiny(module, run_dir, **plain | kwargs | changes)
 
@@ -100,7 +101,8 @@ def test_advantages_are_those_of_the_true_successors(critics, monkeypatch):
 
     class Known(critics.Agent):
         def value(self, features):
-            return value(features) + 0 * super().value(features)
+            values, known = super().value(features), value(features)
+            return known + 0 * values if torch.is_tensor(values) else [known + 0 * x for x in values]
 
     monkeypatch.setattr(critics, "Agent", Known)
     calls = watch_loss(critics, monkeypatch)
@@ -326,7 +328,7 @@ def test_the_gradient_of_a_policy_loss_makes_good_actions_likelier(family):
     advantage = torch.tensor([2.0, -1.0, 0.0])
     if family.__name__ == "trpo":
         loss = -family.surrogate(log_prob, log_prob.detach(), advantage)
-    elif family.__name__ == "ppo":
+    elif family.__name__ in ("ppo", "ppo_rnd"):
         loss = family.clipped_policy_loss(log_prob, log_prob.detach(), advantage, 0.2)
     elif family.__name__ == "reinforce":
         loss = family.policy_gradient_loss(log_prob, advantage, 3)

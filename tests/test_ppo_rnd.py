@@ -15,29 +15,26 @@ def rnd():
     return load_script("ppo_rnd")
 
 
-def short(rnd, env="Boundary", run_dir="run", env_kwargs=None, **changes):
-    """One rollout of 64 steps, nothing normalized but what novelty needs."""
-    plain = dict(
-        normalize_obs=False, normalize_reward=False, eval_every=0, checkpoint_every=0, num_minibatches=1
-    )
-    plain |= dict(update_epochs=1, total_timesteps=1, normalize_advantage=False)
-    return tiny(
-        rnd, run_dir, **plain | dict(env_id=f"probe_envs:{env}-v0", env_kwargs=env_kwargs or {}) | changes
-    )
+PLAIN = dict(
+    normalize_obs=False, normalize_reward=False, normalize_advantage=False, eval_every=0, checkpoint_every=0,
+    update_epochs=1, num_minibatches=1, total_timesteps=1,
+)  # fmt: skip
+
+
+def short(rnd, env="Boundary", run_dir="run", **changes):
+    """Arguments of one rollout of 64 steps and one update; nothing is normalized but what novelty needs."""
+    return tiny(rnd, run_dir, **PLAIN | dict(env_id=f"probe_envs:{env}-v0", env_kwargs={}) | changes)
 
 
 def played() -> list[tuple]:
-    """(number, observation, reward, next observation, terminated, done) of the steps that trained."""
+    """(number, observation, reward, next observation, terminated, done) of the steps of no evaluation."""
     found = []
     for evaluates, number, episode, t, _, reward in probe_envs.Boundary.steps:
         done = t == probe_envs.boundary_length(number, episode)
         terminated = done and probe_envs.boundary_terminates(number, episode)
-        obs, next_obs = (
-            [number, episode, t - 1, 0],
-            [number, episode, t, terminated + 2 * (done and not terminated)],
-        )
+        obs, next_obs = np.array([[number, episode, t - 1, 0], [number, episode, t, 2 * done - terminated]])
         if not evaluates:
-            found.append((number, np.array(obs), reward, np.array(next_obs), terminated, done))
+            found.append((number, obs, reward, next_obs, terminated, done))
     return found
 
 
@@ -46,16 +43,15 @@ V_E, V_I = lambda x: 5 * x[..., 1] + x[..., 2] + 50 * x[..., 3], lambda x: 2 - x
 
 
 def expected(steps, intrinsic: bool, scale, gamma, gae_lambda) -> list[float]:
-    """Advantages of all steps, by sums over what follows in its environment and its rollout of 32."""
+    """Advantages of all steps, by sums over what follows in its environment and its rollout of 32 steps."""
     advantages = []
     for number in dict.fromkeys(step[0] for step in steps):
         own = [step for step in steps if step[0] == number]
-        assert len(own) == 64
         for start in range(64):
             total, weight = 0.0, 1.0
             for t in range(start, 64 if start >= 32 else 32):
                 _, obs, reward, next_obs, terminated, done = own[t]
-                if intrinsic:  # goes on from the first observation of the next episode
+                if intrinsic:  # goes on with the first observation of the next episode
                     follows = np.array([number, next_obs[1] + 1, 0, 0]) if done else next_obs
                     delta = NOVELTY(next_obs) / scale[t // 32] + gamma * V_I(follows) - V_I(obs)
                 else:
@@ -68,9 +64,7 @@ def expected(steps, intrinsic: bool, scale, gamma, gae_lambda) -> list[float]:
 
 
 @pytest.mark.parametrize("intrinsic", [True, False])
-def test_returns_of_novelty_do_not_end_with_episodes_and_its_scale_runs_along_time(
-    rnd, monkeypatch, intrinsic
-):
+def test_returns_of_novelty_never_end_and_its_scale_runs_along_time(rnd, monkeypatch, intrinsic):
     """Two rollouts with known values and a known novelty, against brute force."""
 
     class KnownAgent(rnd.Agent):
@@ -85,23 +79,18 @@ def test_returns_of_novelty_do_not_end_with_episodes_and_its_scale_runs_along_ti
             return NOVELTY(batch["newest"]) + 0 * super().error(batch)
 
     advantages, loss = [], rnd.clipped_policy_loss
-    watch = lambda log_prob, old, advantage, clip: (
-        advantages.append(advantage) or loss(log_prob, old, advantage, clip)
-    )
+    watch = lambda *args: advantages.append(args[2]) or loss(*args)
     monkeypatch.setattr(rnd, "clipped_policy_loss", watch)
     monkeypatch.setattr(rnd, "Agent", KnownAgent)
     monkeypatch.setattr(rnd, "Novelty", KnownNovelty)
     coefs = dict(intrinsic_coef=3.0 * intrinsic, extrinsic_coef=2.0 * (not intrinsic), gae_lambda=0.9)
     gammas = dict(gamma_intrinsic=0.8, gamma=0.7, initial_obs_steps=0, total_timesteps=128)
     rnd.train(short(rnd, **coefs, **gammas))
-    steps, sums, scale = played(), {}, []
+    steps, seen = played(), [0.0, 0.0]
     assert sum(done for *_, done in steps) > 10
-    seen = []  # the discounted sum of novelty up to each step, in each environment alone
-    for i, (number, _, _, next_obs, _, _) in enumerate(steps):
-        sums[number] = NOVELTY(next_obs) + 0.8 * sums.get(number, 0.0)
-        seen.append(sums[number])
-        if i in (63, 127):
-            scale.append(np.std(seen))
+    for _, _, _, next_obs, _, _ in steps:  # the two environments in turns, each with its discounted sum
+        seen.append(NOVELTY(next_obs) + 0.8 * seen[-2])
+    scale = np.std(seen[2:66]), np.std(seen[2:])  # in the first and in the second rollout
     truth = expected(steps, intrinsic, scale, 0.8 if intrinsic else 0.7, 0.9)
     got = torch.cat(advantages) / (3 if intrinsic else 2)
     assert sorted(got.tolist()) == pytest.approx(sorted(truth), rel=1e-3, abs=1e-3)
@@ -114,15 +103,11 @@ def test_the_predictor_learns_from_the_stated_share(rnd):
         loss.backward()
         chosen = error.grad != 0
         assert float(chosen.float().mean()) == pytest.approx(share, abs=0.02)
-        assert loss.item() == pytest.approx(error.detach()[chosen].mean().nan_to_num(), rel=1e-4)
-    before = {}
+        assert loss.item() == pytest.approx(error.detach()[chosen].mean().nan_to_num().item(), rel=1e-4)
     for share in (0.0, 0.5):
-        rnd.train(short(rnd, "Walk", run_dir=f"{share}", predictor_proportion=share, predictor_lr=0.01))
-        before[share] = checkpoint(f"{share}")["novelty"]
-    names = {
-        name.split(".")[0] for name in before[0.0] if not torch.equal(before[0.0][name], before[0.5][name])
-    }
-    assert names == {"predictor"}
+        rnd.train(short(rnd, "Walk", run_dir=f"{share}", predictor_proportion=share))
+    none, half = (checkpoint(folder)["novelty"] for folder in ("0.0", "0.5"))
+    assert {name.split(".")[0] for name in none if not torch.equal(none[name], half[name])} == {"predictor"}
 
 
 def test_novelty_falls_on_what_was_seen_often_and_the_target_never_changes(rnd, monkeypatch):
@@ -130,7 +115,7 @@ def test_novelty_falls_on_what_was_seen_often_and_the_target_never_changes(rnd, 
     copy = lambda run: {name: x.clone() for name, x in run.parts["novelty"].state_dict().items()}
     monkeypatch.setattr(rnd.Run, "checkpoint", lambda run: saved.append(copy(run)) or save(run))
     learns = dict(num_minibatches=4, update_epochs=10, predictor_proportion=1.0, predictor_lr=3e-3)
-    args = short(rnd, "Walk", total_timesteps=2500, checkpoint_every=640, hidden_sizes=(32,), **learns)
+    args = short(rnd, "Walk", total_timesteps=1920, checkpoint_every=480, hidden_sizes=(32,), **learns)
     rnd.train(args)
     first, last = saved[0], saved[-1]
     assert equal(checkpoint()["novelty"], last) and len(saved) == 3
@@ -141,16 +126,15 @@ def test_novelty_falls_on_what_was_seen_often_and_the_target_never_changes(rnd, 
         novelty.load_state_dict(state | {name: last[name] for name in last if name.startswith("obs_norm")})
         for reach in (0.5, 4.0):  # standard deviations from what was seen
             newest = novelty.whiten(last["obs_norm.mean"] + reach * direction * last["obs_norm.var"].sqrt())
-            error[state is last, reach] = novelty.error(
-                dict(newest=newest, target=novelty.target(newest))
-            ).mean()
+            batch = dict(newest=newest, target=novelty.target(newest))
+            error[state is last, reach] = novelty.error(batch).mean()
     assert error[True, 0.5] < 0.1 * error[False, 0.5] and error[True, 4.0] > 10 * error[True, 0.5]
     rows = [row["reward/intrinsic_mean"] for row in progress() if "reward/intrinsic_mean" in row]
     assert np.mean(rows[-3:]) < 0.3 * np.mean(rows[:3])
 
 
 def test_only_the_newest_frame_of_a_stack_is_looked_at(rnd):
-    images = dict(env="Spaces", env_kwargs={"obs": "small"})
+    images = dict(env="Spaces", env_kwargs={"obs": "small"})  # (10, 10, 4)
     for channels, shape in ((1, (1, 10, 10)), (0, (4, 10, 10))):
         args = short(rnd, **images, run_dir=f"{channels}", newest_channels=channels)
         rnd.train(args)
@@ -166,26 +150,22 @@ def test_only_the_newest_frame_of_a_stack_is_looked_at(rnd):
     assert rnd.make_args("ALE/MontezumaRevenge-v5").newest_channels == 1
 
 
-@pytest.mark.parametrize("checkpoint_every", [0, 16])
-def test_random_steps_fill_the_normalizer_once_and_then_episodes_start_anew(
-    rnd, monkeypatch, checkpoint_every
-):
-    first, log = [], rnd.Run.log
-    monkeypatch.setattr(rnd.Run, "log", lambda run, row: first.append(len(played())) or log(run, row))
-    rnd.train(short(rnd, initial_obs_steps=20, checkpoint_every=checkpoint_every))
-    steps = played()
-    assert len(steps) == 20 + checkpoint()["run"]["env_steps"] == 84
-    assert [int(obs[2]) for _, obs, *_ in steps[20:22]] == [0, 0], "the training starts with new episodes"
-    assert {int(next_obs[2]) for _, _, _, next_obs, *_ in steps[18:20]} != {0}
-    resumed = rnd.parse_args(["--resume", "run", "--total-timesteps", "128"])
-    rnd.train(resumed)
-    steps = played()
-    assert len(steps) == 20 + 128, "no random steps again"
-    seen, novelty = np.array([next_obs for _, _, _, next_obs, *_ in steps]), checkpoint()["novelty"]
-    assert novelty["obs_norm.count"] == 148  # true successors alone: no first observation of an episode
-    assert np.allclose(novelty["obs_norm.mean"], seen.mean(0)) and np.allclose(
-        novelty["obs_norm.var"], seen.var(0)
-    )
+def test_random_steps_fill_the_normalizer_once_and_then_episodes_start_anew(rnd):
+    rnd.train(short(rnd, run_dir="whole", initial_obs_steps=20))
+    assert len(played()) == 20 + 64 == 20 + checkpoint("whole")["run"]["env_steps"]
+    assert [int(obs[2]) for _, obs, *_ in played()[20:22]] == [0, 0]  # t
+    probe_envs.forget()
+    rnd.train(
+        short(rnd, initial_obs_steps=20, eval_every=64, stop_return=-1e9)
+    )  # ends before the first rollout
+    for total in (64, 128):
+        words = ["--resume", "run", "--stop-return", "inf", "--total-timesteps", str(total)]
+        rnd.train(rnd.parse_args(words))
+        assert len(played()) == 20 + total, "no random steps again"
+    seen = np.array([next_obs for _, _, _, next_obs, *_ in played()])  # no first observation of an episode
+    state = checkpoint()["novelty"]
+    assert state["obs_norm.count"] == 148 and np.allclose(state["obs_norm.mean"], seen.mean(0))
+    assert np.allclose(state["obs_norm.var"], seen.var(0))
 
 
 def test_a_grid_whose_reward_is_far_away(rnd, monkeypatch):
