@@ -16,7 +16,8 @@ from plot import STYLE, plt, save, steps_label
 from run import load_script
 
 GRID = "benchmark.sparse_grid:SparseGrid-v0"
-STEPS = {GRID: 100_000, "MountainCar-v0": 100_000}
+STEPS = {GRID: 120_000, "MountainCar-v0": 60_000}
+SETTINGS = {GRID: dict(num_envs=16, num_steps=64, update_epochs=4, learning_rate=1e-3, predictor_lr=1e-3)}
 QUARTERS, RASTER = 4, (28, 36)  # rows and columns of MountainCar's
 
 
@@ -37,7 +38,8 @@ def visits(algo: str, env_id: str, seed: int) -> np.ndarray:
     script.stack_steps = lambda steps: seen.extend(step["next_obs"] for step in steps) or stack(steps)
     with tempfile.TemporaryDirectory() as folder:
         changes = dict(total_timesteps=STEPS[env_id], eval_every=0, eval_episodes=1, checkpoint_every=0)
-        settings = vars(load_script("ppo_rnd").make_args(env_id, seed=seed, run_dir=folder, **changes))
+        changes |= dict(seed=seed, run_dir=folder) | SETTINGS.get(env_id, {})
+        settings = vars(load_script("ppo_rnd").make_args(env_id, **changes))
         names = {field.name for field in fields(script.Args)}
         script.train(script.Args(**{name: x for name, x in settings.items() if name in names}))
     obs = np.concatenate(seen)

@@ -219,7 +219,7 @@ def test_learns_from_the_action_that_was_drawn_not_the_clipped_one(family, monke
 @pytest.mark.parametrize(
     "env, kwargs", [("Box", {}), ("Masked", {}), ("Spaces", {"action": "multi_discrete"})]
 )
-@pytest.mark.parametrize("name", ["ppo", "trpo"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_rnd", "trpo"])
 def test_the_first_ratio_is_one(name, monkeypatch, env, kwargs):
     """Also with masks, ragged choices, and a normalizer that has moved on by the second rollout."""
     script, first = load_script(name), []
