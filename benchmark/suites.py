@@ -40,7 +40,7 @@ GAUSSIAN = ("--noise", "gaussian")  # the exploration of TD3; that of DDPG is Or
 SPARSE_GRID = "benchmark.sparse_grid:SparseGrid-v0"
 GRID = (
     "--num-envs", "16", "--num-steps", "64", "--update-epochs", "4", "--learning-rate", "1e-3",
-    "--eval-every", "10000",
+    "--eval-every", "20000",
 )  # fmt: skip
 
 ONE_STEP = ("--n-step", "1")
@@ -147,8 +147,8 @@ SUITES = {
     # benchmark/visits.py draws what is visited.
     "ppo_rnd": [
         Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
-        Cell("ppo_rnd", SPARSE_GRID, 120_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
-        Cell("ppo", SPARSE_GRID, 120_000, seeds=5, args=GRID),
+        Cell("ppo_rnd", SPARSE_GRID, 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
+        Cell("ppo", SPARSE_GRID, 100_000, seeds=5, args=GRID),
     ],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
