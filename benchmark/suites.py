@@ -42,6 +42,12 @@ DELAY = (*TWIN, "--policy-delay", "2")
 GAUSSIAN = (*DELAY, "--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
 NOT_SLIPPERY = ("--env-kwargs", '{"is_slippery": false}')
 
+SPARSE_GRID = "benchmark.sparse_grid:SparseGrid-v0"
+GRID = (
+    "--num-envs", "16", "--num-steps", "64", "--update-epochs", "4", "--learning-rate", "1e-3",
+    "--eval-every", "20000",
+)  # fmt: skip
+
 ONE_STEP = ("--n-step", "1")
 VARIANTS = {
     "plain": ONE_STEP, "double": (*ONE_STEP, "--double"), "dueling": (*ONE_STEP, "--dueling"),
@@ -162,6 +168,13 @@ SUITES = {
         Cell("trpo", "Acrobot-v1", 100_000, seeds=5),
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
+    ],
+    # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
+    # benchmark/visits.py draws what is visited.
+    "ppo_rnd": [
+        Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
+        Cell("ppo_rnd", SPARSE_GRID, 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
+        Cell("ppo", SPARSE_GRID, 100_000, seeds=5, args=GRID),
     ],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),

@@ -41,6 +41,8 @@ CASES = {
     "pqn": ("pqn", {}, 8),
     "pqn, mask": ("pqn", dict(env_id=PROBE("Masked"), env_kwargs={}), 8),
     "pqn, image": ("pqn", IMAGE, 8),
+    "ppo_rnd": ("ppo_rnd", {}, 16),
+    "ppo_rnd, image": ("ppo_rnd", IMAGE | dict(shared_trunk=True, newest_channels=1), 16),
     "a2c": ("a2c", dict(num_steps=4), 32),
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
@@ -57,7 +59,7 @@ CASES = {
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
     "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
-EAGER = {"ppo", "pqn", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
+EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
@@ -211,6 +213,7 @@ ppo: self.mean.lerp_( -> self.mean = self.mean.lerp( -> state differs
 ppo: / self.count, -> / self.count.item(), -> wait in an update
 ppo, image: loss.backward() -> loss.backward(); [setattr(p, "grad", p.grad.contiguous())
      for p in agent.parameters()] -> same layout
+ppo_rnd: torch.rand_like(error) -> torch.rand(len(error)) -> all tensors must be on one device
 sac: torch.randn_like(mean) -> torch.randn(mean.shape) -> all tensors must be on one device
 sac: torch.randn_like(mean) -> to_tensor(np.random.randn(*mean.shape), mean.device) -> state differs
 sac: torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau) -> [setattr(t, "data",

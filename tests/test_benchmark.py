@@ -191,3 +191,19 @@ def test_arguments_of_the_speed_tasks_are_those_of_the_scripts(monkeypatch):
 
 def test_readme_and_docs_show_what_was_measured():
     call("tables.py", "--check")
+
+
+def test_what_is_visited_is_counted_and_drawn(tmp_path, monkeypatch, capsys):
+    visits = tool("visits")
+    monkeypatch.syspath_prepend(str(ROOT))
+    monkeypatch.setattr(visits, "STEPS", {visits.GRID: 1024, "MountainCar-v0": 2048})
+    monkeypatch.setattr(sys, "argv", ["visits.py", "--out", str(tmp_path / "visits.png")])
+    visits.main()
+    assert (tmp_path / "visits.png").stat().st_size > 10_000
+    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ppo")]
+    assert [line[:2] for line in table] == [
+        [algo, env_id] for env_id in ("SparseGrid-v0", "MountainCar-v0") for algo in ("ppo", "ppo_rnd")
+    ]
+    assert all(10 < int(line[2]) <= int(line[5]) <= 36 * 28 for line in table)
+    corner = visits.places("MountainCar-v0", np.array([[-1.2, -0.07], [0.6, 0.07]]))
+    assert [x.tolist() for x in corner[:2]] == [[0, 27], [0, 35]]

@@ -135,7 +135,7 @@ def test_every_tuned_entry_is_valid_and_starts(script, monkeypatch):
 
 def test_steps_and_episodes_are_counted_as_they_happened(script):
     """Each row tells the mean of the episodes that ended since the row before; no checkpoint joins two."""
-    script.train(tiny(script, **probe(script, "Boundary")))
+    script.train(tiny(script, **probe(script, "Boundary"), initial_obs_steps=0))
     at, ended = 0, []
     for evaluates, number, episode, t, _, _ in probe_envs.Boundary.steps:
         at += not evaluates
@@ -162,7 +162,7 @@ def test_a_normalizer_sees_what_is_acted_from(script):
     """Also the observations of resets, and no final one."""
     if not has(script, "normalize_obs"):
         pytest.skip("has no normalizer")
-    one = dict(num_envs=1, num_minibatches=1, episodes_per_update=1)
+    one = dict(num_envs=1, num_minibatches=1, episodes_per_update=1, initial_obs_steps=0)
     script.train(tiny(script, **probe(script, "Boundary"), **one))
     steps = [step for step in probe_envs.Boundary.steps if not step[0]]
     seen = np.array([[number, episode, t - 1, 0] for _, number, episode, t, _, _ in steps], dtype=float)

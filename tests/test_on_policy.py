@@ -1,4 +1,4 @@
-"""Policy gradients: reinforce, vpg, a2c, ppo, ppo_lstm and trpo, alike where they are alike."""
+"""Policy gradients: reinforce, vpg, a2c, ppo, ppo_lstm and its kin, and trpo, alike where they are alike."""
 
 import inspect
 import math
@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch.distributions import Categorical, Independent, Normal, kl_divergence
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-FAMILY = [name for name in ("reinforce", "vpg", "a2c", "ppo", "ppo_lstm", "trpo") if name in NAMES]
+FAMILY = [name for name in ("reinforce", "vpg", "a2c", "ppo", "ppo_lstm", "ppo_rnd", "trpo") if name in NAMES]
 CRITICS = [name for name in FAMILY if name != "reinforce"]
 CPU = torch.device("cpu")
 
@@ -36,6 +36,7 @@ def trpo():
 def short(module, env="Walk", run_dir="run", env_kwargs=None, **changes):
     """Arguments of one rollout of 64 steps, with a model before and after it, and nothing normalized."""
     plain = dict(normalize_obs=False, normalize_reward=False, eval_every=10**9, checkpoint_every=0)
+    plain |= dict(extrinsic_coef=1.0, intrinsic_coef=0.0, initial_obs_steps=0)  # novelty pays nothing
     kwargs = dict(env_id=f"probe_envs:{env}-v0", env_kwargs=env_kwargs or {}, total_timesteps=1)
     return tiny(module, run_dir, **plain | kwargs | changes)
 
@@ -104,7 +105,8 @@ def test_advantages_are_those_of_the_true_successors(critics, monkeypatch):
             return super().encode(obs, *memory)
 
         def value(self, features):
-            return value(self.obs) + 0 * super().value(features)
+            values, known = super().value(features), value(self.obs)
+            return known + 0 * values if torch.is_tensor(values) else [known + 0 * x for x in values]
 
     monkeypatch.setattr(critics, "Agent", Known)
     calls = watch_loss(critics, monkeypatch)
@@ -231,7 +233,7 @@ def test_learns_from_the_action_that_was_drawn_not_the_clipped_one(family, monke
 @pytest.mark.parametrize(
     "env, kwargs", [("Box", {}), ("Masked", {}), ("Spaces", {"action": "multi_discrete"})]
 )
-@pytest.mark.parametrize("name", ["ppo", "ppo_lstm", "trpo"])
+@pytest.mark.parametrize("name", ["ppo", "ppo_lstm", "ppo_rnd", "trpo"])
 def test_the_first_ratio_is_one(name, monkeypatch, env, kwargs):
     """Also with masks, ragged choices, and a normalizer that has moved on by the second rollout."""
     script, first = load_script(name), []
@@ -342,7 +344,7 @@ def test_the_gradient_of_a_policy_loss_makes_good_actions_likelier(family):
     advantage = torch.tensor([2.0, -1.0, 0.0])
     if family.__name__ == "trpo":
         loss = -family.surrogate(log_prob, log_prob.detach(), advantage)
-    elif family.__name__ in ("ppo", "ppo_lstm"):
+    elif family.__name__ in ("ppo", "ppo_lstm", "ppo_rnd"):
         loss = family.clipped_policy_loss(log_prob, log_prob.detach(), advantage, 0.2)
     elif family.__name__ == "reinforce":
         loss = family.policy_gradient_loss(log_prob, advantage, 3)
