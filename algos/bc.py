@@ -208,7 +208,7 @@ def train(args: Args) -> np.ndarray:
         if iteration.epochs_since >= args.patience or run.env_steps >= last_step:
             iteration.end()
             if iteration.number > args.dagger_iterations:
-                run.args = replace(args, total_timesteps=run.env_steps)
+                run.args = replace(args, total_timesteps=run.env_steps)  # this is the end
 
         # Log
         run.log(result | {"schedule/learning_rate": optimizer.param_groups[0]["lr"]})
@@ -380,13 +380,13 @@ class Demonstrations:
             chosen["validation" if int(self.share * self.episodes) > before else "training"].append(episode)
         for part, stored in (("training", self.training), ("validation", self.validation)):
             for name in ("obs", "action", "mask"):
-                arrays = [self.standard(name, episode[name]) for episode in chosen[part] if name in episode]
+                arrays = [self.prepare(name, episode[name]) for episode in chosen[part] if name in episode]
                 if arrays:
                     new = to_tensor(np.concatenate(arrays), self.device)
                     stored[name] = torch.cat([stored[name], new]) if name in stored else new
         return self.training["obs"][old_steps:]
 
-    def standard(self, name, array):
+    def prepare(self, name, array):
         """Actions as the environment carries them out, in the type of the networks; the rest as it is."""
         if name == "action" and isinstance(self.space, Box):
             return array.clip(self.space.low, self.space.high).astype(np.float32)
@@ -485,6 +485,8 @@ def read_episodes(args):
     and takes them, and lengths, the number of steps of each episode.
     """
     name = args.dataset or args.expert
+    if args.env_id.startswith("ALE/"):
+        raise UsageError(f"{name}: for Atari, whose frames are stacked, give an --expert that acts")
     try:
         if args.dataset:
             dataset = importlib.import_module("minari").load_dataset(name)
@@ -493,9 +495,7 @@ def read_episodes(args):
             file = np.load(name)
             *arrays, lengths = (file[key] for key in ("obs", "action", "reward", "lengths"))
             if (lengths < 1).any() or any(len(x) != lengths.sum() for x in arrays):
-                raise ValueError(
-                    "obs, action and reward must be as long as all lengths together, each over 0"
-                )
+                raise ValueError("obs, action and reward must be as long as all lengths, each over 0")
             spans = [*zip(lengths.cumsum() - lengths, lengths.cumsum(), strict=True)][: args.expert_episodes]
             found = [[x[first:end] for x in arrays] for first, end in spans]
     except (BadZipFile, ImportError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
@@ -534,10 +534,10 @@ def to_standard(action, space):
     return 2 * (action - low) / (high - low) - 1
 
 
-# Own trials, results in benchmark/results.
+# Own trials, results in benchmark/results; the experts are a ppo.py and a sac.py with their own settings.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=2_000, expert_episodes=10, eval_every=500),
-    "Pendulum-v1": dict(total_timesteps=20_000, expert_episodes=50, loss="mse", hidden_sizes=(256, 256)),
+    "Pendulum-v1": dict(total_timesteps=10_000, expert_episodes=20, loss="mse", activation="relu"),
 }
 
 

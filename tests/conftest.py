@@ -43,11 +43,11 @@ def load_policy(path):
     def act(obs, info):
         if "action_mask" in info:
             return info["action_mask"].argmax(axis=1)
-        action = np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
+        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
         return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
 
     return act
-"""  # steers the walk back to 0
+"""  # steers the walk back to 0, beyond the bounds of the actions
 
 
 @cache

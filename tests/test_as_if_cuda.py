@@ -44,6 +44,8 @@ CASES = {
     "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
+    "bc": ("bc", {}, 32),  # in 80 steps of the learner, and in 16 epochs, each of which may be the last
+    "bc, mse": ("bc", dict(env_kwargs={"actions": "box"}, loss="mse"), 32),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
 }
 EAGER = {"ppo", "a2c", "dqn, all", "ddpg_td3", "sac"}  # cases that run without a graph, too
