@@ -156,7 +156,7 @@ def train(args: Args) -> np.ndarray:
         raise UsageError("--dagger-iterations needs an expert that acts: a run folder or a .pt file")
     expert = None if recorded else load_expert(args)
     run = Run(args, args.minibatches_per_epoch, **parts)
-    longest, result = args.total_timesteps / (1 + args.dagger_iterations), {}  # iteration, in steps
+    steps_of_each = args.total_timesteps / (1 + args.dagger_iterations)
     while True:
         # Pause: score, save, end, or go on from what was saved
         if run.due(args.eval_every) and not run.signal:
@@ -169,8 +169,9 @@ def train(args: Args) -> np.ndarray:
             envs, *_ = start_segment(args, run.env_steps, envs)
 
         # An iteration begins: episodes of the expert at first, then its answers in episodes of the learner
+        result = {}
         if iteration.over:
-            episodes, result = [], {}
+            episodes = []
             if iteration.number == 0:
                 episodes = recorded or demonstrate(envs, None, expert, args.expert_episodes)
             elif iteration.number <= args.dagger_iterations:
@@ -204,7 +205,7 @@ def train(args: Args) -> np.ndarray:
         if demonstrations.validation:
             result["loss/validation"] = loss = validate()
             iteration.count_epoch(loss)
-        last_step = min(iteration.first_step + longest, args.total_timesteps)
+        last_step = min(iteration.first_step + steps_of_each, args.total_timesteps)
         if iteration.epochs_since >= args.patience or run.env_steps >= last_step:
             iteration.end()
             if iteration.number > args.dagger_iterations:
@@ -212,7 +213,6 @@ def train(args: Args) -> np.ndarray:
 
         # Log
         run.log(result | {"schedule/learning_rate": optimizer.param_groups[0]["lr"]})
-        result = {}
 
 
 # ------------------------------------------------------------------------------------------------- networks

@@ -58,13 +58,15 @@ def test_losses_equal_numbers_worked_out_by_hand(bc):
     )
 
 
-@pytest.mark.parametrize("kind, loss", [("discrete", "log_prob"), ("box", "log_prob"), ("box", "mse")])
+@pytest.mark.parametrize(
+    "kind, loss", [("discrete", "log_prob"), ("masked", "log_prob"), ("box", "log_prob"), ("box", "mse")]
+)
 def test_the_loss_is_of_the_experts_actions_and_of_the_mean_action(bc, kind, loss):
-    args = short(bc, env_kwargs={"actions": kind}, loss=loss, learning_rate=0.0, log_std_init=1.5)
-    bc.train(args)
+    env = dict(env="Masked") if kind == "masked" else dict(env_kwargs={"actions": kind})
+    bc.train(short(bc, **env, loss=loss, learning_rate=0.0, log_std_init=1.5))
     held_out, policy = demonstrations("validation"), bc.load_policy("run").__self__
-    pi = policy.policy(policy.encode(held_out["obs"])).detach()
-    if kind == "discrete":
+    pi = policy.policy(policy.encode(held_out["obs"]), held_out.get("mask")).detach()
+    if kind != "box":
         expected = -Categorical(logits=pi[:, 0]).log_prob(held_out["action"]).mean()
     else:
         mean = torch.tensor(policy.act(held_out["obs"].numpy(), {}))
@@ -230,6 +232,15 @@ def test_a_run_ends_patience_epochs_after_its_least_validation_loss_with_the_wei
     assert progress("again")[0]["loss/validation"] == pytest.approx(losses[0], rel=1e-6)
     assert bc.train(bc.parse_args(["--resume", "run"])).size == 2, "a run that ended is at its end"
     assert checkpoint()["run"]["env_steps"] == 12
+
+
+def test_each_iteration_has_a_least_loss_of_its_own(bc):
+    iteration = bc.Iteration(torch.nn.Linear(1, 1))
+    for step, loss in ((0, 1.0), (8, 5.0)):
+        iteration.begin(step)
+        iteration.count_epoch(loss)
+        assert iteration.least == loss and iteration.epochs_since == 0 and iteration.weights
+        iteration.end()
 
 
 def test_without_episodes_to_validate_on_every_iteration_has_its_share_of_the_steps(bc):
