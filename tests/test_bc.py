@@ -8,7 +8,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import call_main, checkpoint, flags, load_script, make_expert, progress, tiny
+from conftest import call_main, checkpoint, equal, flags, load_script, make_expert, progress, tiny
 from torch.distributions import Categorical, Normal
 
 ASKED = """
@@ -240,6 +240,9 @@ def test_each_iteration_has_a_least_loss_of_its_own(bc):
         iteration.begin(step)
         iteration.count_epoch(loss)
         assert iteration.least == loss and iteration.epochs_since == 0 and iteration.weights
+        resumed = bc.Iteration(iteration.agent)
+        resumed.load_state_dict(iteration.state_dict())
+        assert equal(vars(resumed) | {"agent": 0}, vars(iteration) | {"agent": 0})
         iteration.end()
 
 
