@@ -34,8 +34,20 @@ TINY = dict(
     learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
     population=4, log_every=64, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
-    initial_obs_steps=4,
+    initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8, dagger_episodes=4, validation_share=0.25,
 )  # fmt: skip
+EXPERT = """
+def load_policy(path):
+    space = make_envs(Args(**load(path)["args"]), 1).single_action_space
+
+    def act(obs, info):
+        if "action_mask" in info:
+            return info["action_mask"].argmax(axis=1)
+        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
+        return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
+
+    return act
+"""  # steers the walk back to 0, beyond the bounds of the actions
 
 
 @cache
@@ -51,12 +63,25 @@ def has(module, name: str) -> bool:
     return name in {field.name for field in fields(module.Args)}
 
 
+def make_expert(args, folder="expert", source=EXPERT) -> str:
+    """Writes what a run of reinforce.py for the environment of args leaves, with the policy of source."""
+    script, folder = load_script("reinforce"), Path(folder).absolute()
+    folder.mkdir(exist_ok=True)
+    known = {name: value for name, value in vars(args).items() if has(script, name)}
+    torch.save(dict(args=known), folder / "checkpoint.pt")
+    (folder / "reinforce.py").write_text(Path(script.__file__).read_text() + source)
+    return str(folder)
+
+
 def tiny(module, run_dir="run", **changes):
     """Arguments of a tiny training in the Walk environment; changes come on top where there are fields."""
     actions = "box" if module.__name__ in ("ddpg_td3", "sac", "tqc", "crossq") else "discrete"
     kwargs = dict(actions=actions, discrete_obs=module.__name__ == "q_learning")
     values = dict(env_id="probe_envs:Walk-v0", env_kwargs=kwargs, run_dir=str(run_dir)) | TINY | changes
-    return module.Args(**{name: value for name, value in values.items() if has(module, name)})
+    args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
+    if has(module, "expert") and not (args.expert or args.dataset):
+        args.expert = make_expert(args)
+    return args
 
 
 def flags(args) -> list[str]:

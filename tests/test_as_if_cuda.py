@@ -53,13 +53,25 @@ CASES = {
     "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
+    "bc": ("bc", {}, 32),  # in 80 steps of the learner, and in 16 epochs, each of which may be the last
+    "bc, mse": ("bc", dict(env_kwargs={"actions": "box"}, loss="mse"), 32),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
     "tqc": ("tqc", {}, 0),
     "tqc, choices": ("tqc", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
     "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
-EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}  # cases that run without a graph, too
+EAGER = {
+    "ppo",
+    "pqn",
+    "ppo_rnd",
+    "a2c",
+    "dqn, all",
+    "ddpg_td3",
+    "sac",
+    "tqc",
+    "crossq",
+}  # cases also without a graph
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 

@@ -1,0 +1,74 @@
+"""Trains algos/bc.py on few and many episodes that the expert labels, and draws the returns.
+
+    python benchmark/bc_episodes.py --out docs/img/bc_episodes.png
+
+Behavioural cloning: the expert plays all of them. DAgger: it plays one and answers in the others, which the
+learner plays in up to four iterations. Both have the same gradient steps. Rows, one a seed, go to
+benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
+"""
+
+import argparse
+import csv
+import shutil
+from pathlib import Path
+
+import numpy as np
+from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+from run import ROOT, load_script
+
+EXPERTS = {"CartPole-v1": ("ppo", 2_000), "Pendulum-v1": ("sac", 5_000)}
+EPISODES, SEEDS = {"behavioural cloning": (1, 2, 5, 17), "DAgger": (2, 5, 17)}, (1, 2, 3)
+COLUMNS = ("env_id", "method", "episodes", "seed", "return_mean")
+TABLE = ROOT / "benchmark/results/bc_episodes.csv"
+
+
+def score(script, folder: Path) -> float:
+    return script.train(script.parse_args(["--evaluate", str(folder), "--eval-episodes", "100"])).mean()
+
+
+def train(bc, env_id: str, method: str, episodes: int, seed: int) -> float:
+    """Mean return of a learner from so many episodes."""
+    options = dict(expert_episodes=episodes, seed=seed, eval_every=0, checkpoint_every=0)
+    if method == "DAgger":
+        n = min(4, episodes - 1)
+        options |= dict(expert_episodes=1, dagger_iterations=n, dagger_episodes=(episodes - 1) // n)
+    folder = ROOT / f"benchmark/runs/bc_episodes/{method}-{env_id}-{episodes}-{seed}"
+    options |= dict(expert=str(ROOT / "runs/experts" / env_id), total_timesteps=EXPERTS[env_id][1])
+    shutil.rmtree(folder, ignore_errors=True)  # one that was cut short
+    bc.train(bc.make_args(env_id, run_dir=str(folder), **options))
+    return score(bc, folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
+    args, bc, rows = parser.parse_args(), load_script("bc"), {}
+    if TABLE.exists():
+        rows = {tuple(row[:4]): float(row[4]) for row in csv.reader(TABLE.read_text().splitlines()[1:])}
+    for env_id, (algo, _) in EXPERTS.items():
+        expert = (env_id, "expert", "", "")
+        if expert not in rows:
+            rows[expert] = score(load_script(algo), ROOT / "runs/experts" / env_id)
+        for seed, method, episodes in ((s, m, n) for s in SEEDS for m in EPISODES for n in EPISODES[m]):
+            if (key := (env_id, method, str(episodes), str(seed))) not in rows:
+                rows[key] = train(bc, env_id, method, episodes, seed)
+            lines = [(*key, round(x, 2)) for key, x in rows.items()]
+            with TABLE.open("w", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
+    plt.rcParams.update(STYLE)
+    figure, panels = make_panels(2, 4.5, 3.2)
+    for axes, env_id in zip(panels, EXPERTS, strict=True):
+        axes.axhline(rows[env_id, "expert", "", ""], color="black", linestyle=":", label="expert")
+        for (method, ticks), colour in zip(EPISODES.items(), COLOURS, strict=False):
+            scores = np.array([[rows[env_id, method, str(n), str(seed)] for seed in SEEDS] for n in ticks])
+            axes.plot(ticks, scores.mean(1), "o-", color=colour, label=method)
+            axes.fill_between(ticks, scores.min(1), scores.max(1), color=colour, alpha=0.2)
+        axes.set(title=env_id, xlabel="episodes labelled by the expert", ylabel="return", xscale="log")
+        axes.set_xticks((1, 2, 5, 17), (1, 2, 5, 17))
+        axes.minorticks_off()
+    axes.legend()
+    figure.savefig(args.out)
+
+
+if __name__ == "__main__":
+    main()
