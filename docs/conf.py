@@ -104,7 +104,8 @@ def for_the_site(app, docname, source):
 def size_pictures(app, doctree):
     """Pictures are drawn with 150 dots per inch; one that has a width is a link to itself at full size."""
     for image in doctree.findall(nodes.image):
-        image["width"] = f"{get_image_size(DOCS / image['uri'])[0] * 96 // 150}px"
+        if size := get_image_size(DOCS / image["uri"]):  # none where there is no such file
+            image["width"] = f"{size[0] * 96 // 150}px"
 
 
 def setup(app):

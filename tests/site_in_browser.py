@@ -38,8 +38,9 @@ async function look(page) {
   const result = {
     page, formulas: formulas.length, found: all("#search-results li").length,
     unrendered: formulas.filter(x => !seen(x.querySelector("mjx-container svg"))).map(x => x.textContent),
-    wrong: all("[data-mjx-error], mjx-merror").map(x => x.textContent),
+    wrong: all("[data-mjx-error], mjx-container [fill=red]").map(x => x.closest(".math").textContent),
     pictures_empty_or_not_linked: all("article img").filter(x => !x.naturalWidth || !x.closest("a")).length,
+    cut_formulas: all("div.math").filter(x => x.scrollWidth > x.clientWidth).map(x => x.textContent),
     cut_code: all(".highlight-diff pre, pre:has(.linenos)").filter(x => x.scrollWidth > x.clientWidth).length,
   };
   frame.remove();
@@ -105,7 +106,7 @@ def main(site: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if not browser:
         sys.exit(print("skipped: no Chromium"))
-    scripts = (Path(__file__).parents[1] / "algos").glob("*.py")
+    algorithms = {f"{path.stem}.html" for path in (Path(__file__).parents[1] / "algos").glob("*.py")}
     Server.pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html"))]
     Server.pages += ["search.html?q=compute_gae"]
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(Server, directory=site))
@@ -122,7 +123,7 @@ def main(site: Path) -> None:
             process.kill()
             process.wait()
     formulas = sum(result.get("formulas", 0) for result in results)
-    told = [line for x in results for line in problems(x, {f"{path.stem}.html" for path in scripts})]
+    told = [line for result in results for line in problems(result, algorithms)]
     told += sorted(set(Server.outside))
     sys.exit("\n".join(told) or print(f"{len(results)} pages looked at, {formulas} formulas rendered"))
 
