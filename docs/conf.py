@@ -4,6 +4,8 @@ These files are read on GitHub too, so they hold Markdown alone. When the site i
 - a link to ../algos/NAME.py#function or ../recipes/NAME.patch leads to a page with that file,
 - the command `diff algos/PARENT.py algos/CHILD.py`, alone in its block, is followed by what it shows of the
   learning rule and of `train`,
+- a paragraph that begins `**[PART](../algos/NAME.py#function).**` is followed by that part of the script: a
+  function, or a phase of `train`, from its comment to the next empty line,
 - the comment `<!-- toctree ... -->` of index.md is the navigation.
 Links that lead nowhere are warnings, and -W makes them errors.
 """
@@ -12,10 +14,12 @@ import ast
 import difflib
 import re
 import shutil
+import textwrap
 from importlib.util import find_spec
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.errors import ExtensionError
 from sphinx.util.images import get_image_size
 
 DOCS = Path(__file__).parent
@@ -88,10 +92,28 @@ def diff(found: re.Match) -> str:
     return "\n".join([found[0], heading, "", "~~~~diff", *shown, "~~~~", ""])
 
 
+def part_of_script(found: re.Match) -> str:
+    """The paragraph itself and the lines it is about."""
+    source = (ALGOS / f"{found[2]}.py").read_text()
+    lines = source.splitlines()
+    functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
+    if node := functions.get(found[1]):
+        first, last = node.lineno - 1, node.end_lineno
+    else:
+        phases = [i for i, line in enumerate(lines) if line.startswith(f"        # {found[1]}")]
+        if len(phases) != 1:
+            raise ExtensionError(f"{found[2]}.py has no function and no phase {found[1]}")
+        first, last = phases[0], lines.index("", phases[0])
+    code = textwrap.dedent("\n".join(lines[first:last]))
+    return f"{found[0]}\n~~~~{{code-block}} python\n:lineno-start: {first + 1}\n\n{code}\n~~~~\n"
+
+
 def for_the_site(app, docname, source):
     """Rewrites the Markdown that GitHub shows, before it is parsed."""
     text = source[0]
     if not docname.startswith("source/"):
+        part = r"^\*\*\[`?([\w ]+)`?\]\(\.\./algos/(\w+)\.py#\w+\)\.\*\*.*?\n(?=\n)"
+        text = re.sub(part, part_of_script, text, flags=re.M | re.S)
         script = r"\]\(\.\./algos/(\w+)\.py(#\w+)?\)"
         text = re.sub(script, lambda found: f"](source/{found[1]}.md{(found[2] or '').lower()})", text)
         text = re.sub(r"\]\(\.\./recipes/(\w+)\.patch\)", r"](source/\1.md)", text)
