@@ -94,15 +94,16 @@ def diff(found: re.Match) -> str:
 
 def part_of_script(found: re.Match) -> str:
     """The paragraph itself and the lines it is about."""
-    source = (ALGOS / f"{found[2]}.py").read_text()
-    lines = source.splitlines()
-    functions = {node.name: node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)}
-    if node := functions.get(found[1]):
+    part, name, function = found[1], found[2], found[3]
+    source = (ALGOS / f"{name}.py").read_text()
+    lines, outer = source.splitlines(), {x.name: x for x in ast.parse(source).body if hasattr(x, "name")}
+    inner = {x.name: x for x in outer[function].body if isinstance(x, ast.FunctionDef)}
+    if node := outer.get(part) or inner.get(part):
         first, last = node.lineno - 1, node.end_lineno
     else:
-        phases = [i for i, line in enumerate(lines) if line.startswith(f"        # {found[1]}")]
+        phases = [i for i, line in enumerate(lines) if line.startswith(f"        # {part}")]
         if len(phases) != 1:
-            raise ExtensionError(f"{found[2]}.py has no function and no phase {found[1]}")
+            raise ExtensionError(f"{name}.py has no function and no phase {part}")
         first, last = phases[0], lines.index("", phases[0])
     code = textwrap.dedent("\n".join(lines[first:last]))
     return f"{found[0]}\n~~~~{{code-block}} python\n:lineno-start: {first + 1}\n\n{code}\n~~~~\n"
@@ -112,7 +113,7 @@ def for_the_site(app, docname, source):
     """Rewrites the Markdown that GitHub shows, before it is parsed."""
     text = source[0]
     if not docname.startswith("source/"):
-        part = r"^\*\*\[`?([\w ]+)`?\]\(\.\./algos/(\w+)\.py#\w+\)\.\*\*.*?\n(?=\n)"
+        part = r"^\*\*\[`?([\w ]+)`?\]\(\.\./algos/(\w+)\.py#(\w+)\)\.\*\*.*?\n(?=\n)"
         text = re.sub(part, part_of_script, text, flags=re.M | re.S)
         script = r"\]\(\.\./algos/(\w+)\.py(#\w+)?\)"
         text = re.sub(script, lambda found: f"](source/{found[1]}.md{(found[2] or '').lower()})", text)
