@@ -125,10 +125,10 @@ def for_the_site(app, docname, source):
 
 
 def size_pictures(app, doctree):
-    """Pictures are drawn with 150 dots per inch; one that has a width is a link to itself at full size."""
+    """Curves are drawn with 150 dots per inch, films with 96; what has a width is a link to its full size."""
     for image in doctree.findall(nodes.image):
         if size := get_image_size(DOCS / image["uri"]):  # none where there is no such file
-            image["width"] = f"{size[0] * 96 // 150}px"
+            image["width"] = f"{size[0] * 96 // (150 if image['uri'].endswith('.png') else 96)}px"
 
 
 def setup(app):
