@@ -105,7 +105,8 @@ def problems(result: dict, algorithms: set[str]) -> list[str]:
 def main(site: Path) -> None:
     browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if not browser:
-        sys.exit(print("skipped: no Chromium"))
+        print("skipped: no Chromium")
+        return
     algorithms = {f"{path.stem}.html" for path in (Path(__file__).parents[1] / "algos").glob("*.py")}
     Server.pages = [str(path.relative_to(site)) for path in sorted(site.rglob("*.html"))]
     Server.pages += ["search.html?q=compute_gae"]
@@ -125,7 +126,9 @@ def main(site: Path) -> None:
     formulas = sum(result.get("formulas", 0) for result in results)
     told = [line for result in results for line in problems(result, algorithms)]
     told += sorted(set(Server.outside))
-    sys.exit("\n".join(told) or print(f"{len(results)} pages looked at, {formulas} formulas rendered"))
+    if told:
+        sys.exit("\n".join(told))
+    print(f"{len(results)} pages looked at, {formulas} formulas rendered")
 
 
 if __name__ == "__main__":
