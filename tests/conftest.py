@@ -34,7 +34,8 @@ TINY = dict(
     learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
     population=4, log_every=64, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
-    initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8, dagger_episodes=4, validation_share=0.25,
+    initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8,
+    dagger_episodes=4, validation_share=0.25,
 )  # fmt: skip
 EXPERT = """
 def load_policy(path):

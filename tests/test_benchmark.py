@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 from conftest import ALGOS, ROOT, fork, load_script, wait
@@ -153,6 +154,20 @@ def test_pictures_of_runs_and_of_results_are_written(project, tmp_path):
     assert {"eval.png", "loss.png", "train.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
     call("plot.py", "--results", folder / "results/my__CartPole-v1.csv", "--out", tmp_path / "curves.png")
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_a_film_becomes_a_small_animated_picture_at_the_same_pace(tmp_path):
+    film, out = tmp_path / "film.mp4", tmp_path / "film.webp"
+    writer = cv2.VideoWriter(str(film), cv2.VideoWriter_fourcc(*"vp09"), 50, (64, 48))
+    for brightness in range(100):  # 2 seconds
+        writer.write(np.full((48, 64, 3), 2 * brightness, np.uint8))
+    writer.release()
+    call("film.py", film, "--out", out, "--width", 32, "--seconds", 1)
+    _, picture = cv2.imreadanimation(str(out))
+    shown = [int(frame[..., :3].mean()) for frame in picture.frames]
+    assert picture.frames[0].shape[:2] == (24, 32) and sum(picture.durations) == 1000
+    assert shown == sorted(shown) and shown[0] < 20 and abs(shown[-1] - 2 * 50) < 20
+    call("film.py", tmp_path / "none.mp4", "--out", out, code=1)
 
 
 def test_interquartile_mean_is_the_mean_of_the_middle_half():

@@ -6,8 +6,8 @@ import shlex
 from dataclasses import fields
 
 import pytest
-import yaml
 from conftest import ALGOS, NAMES, ROOT, load_script, progress, tiny
+from test_lineage import PAIRS
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
@@ -70,8 +70,15 @@ def test_every_script_has_a_page_with_the_same_headings(name):
         "Results",
     ):
         assert heading in headings
-    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text().partition("markdown_extensions")[0])["nav"]
-    assert f"{name}.md" in str(nav)
+    navigation = re.findall(r"<!-- toctree\n(.*?)-->", (ROOT / "docs/index.md").read_text(), re.S)
+    assert name in " ".join(navigation).split()
+
+
+@pytest.mark.parametrize("parent, child", PAIRS, ids=[child for _, child in PAIRS])
+def test_the_page_of_a_child_has_the_command_that_the_site_puts_the_diff_under(parent, child):
+    page = ROOT / "docs" / f"{child}.md"
+    assert f"diff algos/{parent}.py algos/{child}.py\n" in blocks(page, "bash")
+    assert not blocks(page, "diff"), "a diff that is typed does not follow the scripts"
 
 
 def test_every_logged_metric_is_documented_and_every_documented_one_is_logged(script):
