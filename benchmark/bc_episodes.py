@@ -2,13 +2,11 @@
 
     python benchmark/bc_episodes.py --out docs/img/bc_episodes.png
 
-Behavioural cloning: the expert plays all of them. DAgger: it plays one and answers in the others, which the
-learner plays in up to four iterations. Both have the same gradient steps. Rows, one a seed, go to
+DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows go to
 benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
 """
 
 import argparse
-import csv
 import shutil
 from pathlib import Path
 
@@ -18,7 +16,6 @@ from run import ROOT, load_script
 
 EXPERTS = {"CartPole-v1": ("ppo", 2_000), "Pendulum-v1": ("sac", 5_000)}
 EPISODES, SEEDS = {"behavioural cloning": (1, 2, 5, 17), "DAgger": (2, 5, 17)}, (1, 2, 3)
-COLUMNS = ("env_id", "method", "episodes", "seed", "return_mean")
 TABLE = ROOT / "benchmark/results/bc_episodes.csv"
 
 
@@ -44,7 +41,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     args, bc, rows = parser.parse_args(), load_script("bc"), {}
     if TABLE.exists():
-        rows = {tuple(row[:4]): float(row[4]) for row in csv.reader(TABLE.read_text().splitlines()[1:])}
+        table = [line.split(",") for line in TABLE.read_text().splitlines()[1:]]
+        rows = {(*key,): float(x) for *key, x in table}
     for env_id, (algo, _) in EXPERTS.items():
         expert = (env_id, "expert", "", "")
         if expert not in rows:
@@ -52,9 +50,8 @@ def main() -> None:
         for seed, method, episodes in ((s, m, n) for s in SEEDS for m in EPISODES for n in EPISODES[m]):
             if (key := (env_id, method, str(episodes), str(seed))) not in rows:
                 rows[key] = train(bc, env_id, method, episodes, seed)
-            lines = [(*key, round(x, 2)) for key, x in rows.items()]
-            with TABLE.open("w", newline="") as file:
-                csv.writer(file, lineterminator="\n").writerows([COLUMNS, *lines])
+            lines = [f"{','.join(key)},{x:.2f}" for key, x in rows.items()]
+            TABLE.write_text("\n".join(["env_id,method,episodes,seed,return_mean", *lines, ""]))
     plt.rcParams.update(STYLE)
     figure, panels = make_panels(2, 4.5, 3.2)
     for axes, env_id in zip(panels, EXPERTS, strict=True):
