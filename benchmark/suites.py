@@ -40,7 +40,7 @@ GAUSSIAN = ("--noise", "gaussian")  # the exploration of TD3; that of DDPG is Or
 SPARSE_GRID = "benchmark.sparse_grid:SparseGrid-v0"
 GRID = (
     "--num-envs", "16", "--num-steps", "64", "--update-epochs", "4", "--learning-rate", "1e-3",
-    "--eval-every", "20000",
+    "--eval-every", "20000", "--sample-actions",
 )  # fmt: skip
 
 ONE_STEP = ("--n-step", "1")
