@@ -45,7 +45,7 @@ NOT_SLIPPERY = ("--env-kwargs", '{"is_slippery": false}')
 SPARSE_GRID = "benchmark.sparse_grid:SparseGrid-v0"
 GRID = (
     "--num-envs", "16", "--num-steps", "64", "--update-epochs", "4", "--learning-rate", "1e-3",
-    "--eval-every", "20000",
+    "--eval-every", "20000", "--sample-actions",
 )  # fmt: skip
 
 ONE_STEP = ("--n-step", "1")

@@ -1,6 +1,6 @@
 """Which states trainings of ppo.py and ppo_rnd.py visit, at equal settings: a picture of their four quarters.
 
-    python benchmark/visits.py --out docs/img/visits.png | tee benchmark/results/visits.txt
+    python benchmark/visits.py --out docs/img/visits.png
 
 Counts what steps led to: the places of the grid (327 are free), and MountainCar's positions and velocities on
 a raster. Prints how many places were visited up to the end of each quarter.
