@@ -487,7 +487,7 @@ class ReplayBuffer:
 # networks of the authors' later code), LunarLanderContinuous and BipedalWalker follow; the last two were
 # never run here
 TUNED = {
-    "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
+    "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=2_000, gamma=0.95, hidden_sizes=(64, 64),
                         batch_size=128, eval_every=2_500),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, learning_starts=1_000, hidden_sizes=(64, 64),
                                      batch_size=128, noise="ou", exploration_noise=0.5, eval_every=5_000),
