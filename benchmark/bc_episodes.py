@@ -2,8 +2,8 @@
 
     python benchmark/bc_episodes.py --out docs/img/bc_episodes.png
 
-DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows go to
-benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
+DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows
+go to benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
 """
 
 import argparse
