@@ -16,10 +16,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
-SIDES = {"sac": "sac__Pendulum-v1__40000", "sac-caps": "sac-caps__Pendulum-v1__40000"}
+SIDES = ("sac", "sac-caps")
 FIRST_SEED, EPISODES = 20_000_000, 20  # of the episodes; no training has seen these starts
 
 
@@ -49,37 +49,32 @@ def play(sac, run: Path) -> tuple[list[np.ndarray], list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where run.py trained")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    parser.add_argument("--table", type=Path, default=ROOT / "benchmark/results/caps.csv", help="the CSV")
     args = parser.parse_args()
-    sac, rows, traces = load_script("sac"), [], {}
-    for name, folder in SIDES.items():
-        runs = sorted(path.parent for path in (args.runs / folder).glob("*/checkpoint.pt"))
+    plt.rcParams.update(STYLE)
+    figure, panels = make_panels(2, 5.0, 3.0)
+    sac, rows = load_script("sac"), []
+    for name, axes, colour in zip(SIDES, panels, COLOURS, strict=False):
+        runs = sorted((ROOT / "benchmark/runs" / f"{name}__Pendulum-v1__40000").glob("*/checkpoint.pt"))
         if not runs:
-            sys.exit(f"caps.py: {args.runs / folder} has no runs: python benchmark/run.py --suite caps")
+            sys.exit(f"caps.py: no runs of {name}: python benchmark/run.py --suite caps")
         for run in runs:
-            episodes, returns = play(sac, run)
-            traces.setdefault(name, episodes[0][:, 0])
-            smooth = statistics.mean(map(smoothness, episodes))
-            rows.append([name, run.name, EPISODES, round(smooth, 5), round(statistics.mean(returns), 2)])
-    with args.table.open("w", newline="") as file:
+            episodes, returns = play(sac, run.parent)
+            if run == runs[0]:
+                axes.plot(episodes[0][:, 0], color=colour, linewidth=1.2)
+            smooth = round(statistics.mean(map(smoothness, episodes)), 5)
+            rows.append([name, run.parent.name, EPISODES, smooth, round(statistics.mean(returns), 2)])
+        axes.set(title=f"{name}, seed 1, one episode", xlabel="step", ylabel="action (torque)")
+        axes.set_ylim(-2.1, 2.1)
+    with (ROOT / "benchmark/results/caps.csv").open("w", newline="") as file:
         table = csv.writer(file, lineterminator="\n")
         table.writerow(["algo", "seed", "episodes", "smoothness", "return_mean"])
         table.writerows(rows)
-    mean = lambda name, i: statistics.mean(row[i] for row in rows if row[0] == name)
-    (plain, caps), (return_plain, return_caps) = ([mean(name, i) for name in SIDES] for i in (3, 4))
+    mean = lambda column: [statistics.mean(row[column] for row in rows if row[0] == name) for name in SIDES]
+    (plain, caps), (return_plain, return_caps) = mean(3), mean(4)
     print(f"smoothness measure {plain:.4f} without CAPS, {caps:.4f} with it: {1 - caps / plain:.0%} less")
     print(f"return {return_plain:.1f} without CAPS, {return_caps:.1f} with it ({EPISODES} episodes a seed)")
-    plt.rcParams.update(STYLE)
-    figure, panel = make_panels(2, 5.0, 3.0)
-    for axes, (name, actions), colour in zip(panel, traces.items(), COLOURS, strict=False):
-        axes.plot(actions, color=colour, linewidth=1.2)
-        axes.set(title=f"{name}, seed 1, one episode", xlabel="step", ylabel="action (torque)")
-        axes.set_ylim(-2.1, 2.1)
     figure.savefig(args.out)
 
 

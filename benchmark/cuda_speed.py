@@ -3,7 +3,7 @@
     python benchmark/cuda_speed.py --out benchmark/results/cuda_speed.csv      # at most 9 minutes
     python benchmark/cuda_speed.py --sb3-python peer/bin/python                # beside Stable-Baselines3, too
 
-Each training runs for some seconds in a process of its own; what counts is the second half of its log.
+Each training runs for some seconds in a process of its own; what counts is a window after its warm-up.
 LeanRL's own figures, of an H100, stand beside them (frames per second, with compile and CUDA graphs).
 """
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from run import ROOT
-from speed import TASKS, flags_of, run_ours, speed_of_peer
+from speed import TASKS, run_peer, speed_of_ours
 
 SHORT = dict(num_envs=16, num_steps=128, warmup=2, window=10)
 ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tells them
@@ -26,31 +26,18 @@ ROWS = {  # name: task of speed.py, and LeanRL's frames per second where it tell
 }
 
 
-def steps_per_second(task, words: list[str]) -> float:
-    """Of the rows of the log in the second half of a training."""
-    rows, _, _ = run_ours(ROOT / f"algos/{task.algo}.py", [*flags_of(task), *words], task.threads)
-    rows = [row for row in rows if "eval/return_mean" not in row]
-    first, last = rows[len(rows) // 2], rows[-1]
-    return (last["step"] - first["step"]) / (last["seconds"] - first["seconds"])
-
-
 def main() -> None:
-    about = dict(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser = argparse.ArgumentParser(**about)
-    parser.add_argument("--tasks", nargs="+", choices=ROWS, default=ROWS, help="what to measure")
-    parser.add_argument("--devices", nargs="+", default=["cuda", "cpu"], help="where to measure")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sb3-python", help="interpreter with Stable-Baselines3, to measure it on the CPU")
     parser.add_argument("--out", type=Path, help="CSV to write")
     args = parser.parse_args()
-    sides = {device: ["--device", device] for device in args.devices}
-    if "cuda" in sides:
-        sides["cuda --compile"] = ["--device", "cuda", "--compile"]
+    sides = {words: f"--device {words}".split() for words in ("cuda", "cpu", "cuda --compile")}
     table = csv.writer(args.out.open("w", newline="") if args.out else sys.stdout, lineterminator="\n")
     table.writerow(["task", *sides, "LeanRL on an H100", "Stable-Baselines3 on the CPU"])
-    for name in args.tasks:
-        task, published = ROWS[name]
-        speeds = [round(steps_per_second(task, words)) for words in sides.values()]
-        peer = round(speed_of_peer(args.sb3_python, task)["steps_per_second"]) if args.sb3_python else ""
+    for name, (task, published) in ROWS.items():
+        script = ROOT / f"algos/{task.algo}.py"
+        speeds = [speed_of_ours(script, task, words)["steps_per_second"] for words in sides.values()]
+        peer = run_peer(args.sb3_python, **task._asdict())["steps_per_second"] if args.sb3_python else ""
         table.writerow([name, *speeds, published, peer])
 
 

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import csv
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -27,11 +28,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
 from suites import SUITES, Cell
 
 try:
     import fcntl
-except ImportError:  # Windows: two copies of this program must not share a run folder
+except ImportError:  # Windows: start this program once at a time
     fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,8 +42,9 @@ COLUMNS = """
     eval_return_max wall_time steps_per_second python torch gymnasium numpy device cpu cores git_commit
     command
 """.split()
-FINAL = re.compile(
-    r"return_mean (\S+) return_std (\S+) return_min (\S+) return_max (\S+) .*over (\d+) episodes"
+FINAL = re.compile(  # what --evaluate prints, by column
+    r"return_mean (?P<eval_return_mean>\S+) return_std (?P<eval_return_std>\S+) return_min "
+    r"(?P<eval_return_min>\S+) return_max (?P<eval_return_max>\S+) .*over (?P<eval_episodes>\d+) episodes"
 )
 STOP, CHILDREN = threading.Event(), set()
 
@@ -62,6 +65,11 @@ def slug(env_id: str) -> str:
     return re.sub("[/:]", "-", env_id)
 
 
+def short(steps: float, _=None) -> str:
+    """100k for 100,000; with the arguments of a formatter of matplotlib."""
+    return f"{steps / 1e6:g}M" if steps >= 1e6 else f"{steps / 1e3:g}k" if steps >= 1e3 else f"{steps:g}"
+
+
 def shown(path: Path) -> str:
     """The path as one would type it in the project's folder."""
     return path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else str(path)
@@ -76,47 +84,28 @@ def cpu_name() -> str:
 
 def commit() -> str:
     """The commit that is checked out, with "+changes" if algos/ differs from it; empty without git."""
-    git = lambda *words: subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
     if not shutil.which("git"):
         return ""
-    return git("rev-parse", "HEAD") + ("+changes" if git("status", "--porcelain", "--", "algos") else "")
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
+    return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "algos") else "")
 
 
 # --------------------------------------------------------------------------------------------------- one seed
 @contextlib.contextmanager
 def exclusive(path: Path):
-    """Waits until no other process works on this seed. Yields the lock, which children inherit.
-
-    The training of a killed benchmark lives on and holds the lock, so a second start waits for it instead of
-    writing into the same folder.
-    """
+    """Waits until no other process works on this seed: the training of a killed benchmark lives on and holds
+    the lock. Yields the lock, which children inherit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        waiting = False
-        while fcntl:
-            try:
+        for attempt in itertools.count() if fcntl else ():
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            except BlockingIOError:
-                if not waiting:
-                    print(f"{shown(path)}: still at work from an earlier start; waiting for it", flush=True)
-                waiting = True
-                if STOP.wait(0.2):
-                    raise Failed("stopped") from None
+            if attempt == 0:
+                print(f"{shown(path)}: still at work from an earlier start; waiting for it", flush=True)
+            if STOP.wait(0.2):
+                raise Failed("stopped")
         yield file
-
-
-@contextlib.contextmanager
-def intact(folder: Path):
-    """Files of this run that are gone or were cut short are a failure of this seed alone."""
-    try:
-        yield
-    except (OSError, LookupError, ValueError) as error:
-        raise Failed(
-            f"{shown(folder)} is gone or damaged ({error}): move what is left of it and its .json away"
-        ) from error
 
 
 def call(words: list[str], log: Path, lock) -> str:
@@ -125,10 +114,10 @@ def call(words: list[str], log: Path, lock) -> str:
         raise Failed("stopped")
     with log.open("a+") as file:
         start = file.seek(0, os.SEEK_END)
-        keep = {"pass_fds": [lock.fileno()]} if fcntl else {}
-        child = subprocess.Popen(
-            [sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=file, stderr=file, **keep
-        )
+        pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        if fcntl:
+            pipes["pass_fds"] = [lock.fileno()]
+        child = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)
         CHILDREN.add(child)
         if STOP.is_set():  # came between the check above and this line
             child.terminate()
@@ -153,13 +142,9 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
     command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
     with exclusive(folder.with_suffix(".lock")) as lock:
         fresh = {"command": command, "commits": [], "trained": False, "final": {}}
-        with intact(folder):
-            record = json.loads(record_file.read_text()) if record_file.exists() else fresh
-            other_command = record["command"] != command
-        if other_command:
-            raise Failed(
-                f"{shown(folder)} was made by another command: move it away to run {shlex.join(command)}"
-            )
+        record = json.loads(record_file.read_text()) if record_file.exists() else fresh
+        if record["command"] != command:
+            raise Failed(f"{shown(folder)} is of another command: move it away to run {shlex.join(command)}")
 
         def keep(**values) -> None:
             part = record_file.with_suffix(".part")
@@ -181,10 +166,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
             score = FINAL.search(call(play, log, lock))
             if not score:
                 raise Failed(f"its --evaluate printed no line `return mean ...` ({shown(log)})")
-            names = ("mean", "std", "min", "max")
-            values = {f"eval_return_{name}": score[i] for i, name in enumerate(names, start=1)}
-            keep(final=values | {"eval_episodes": score[5]})
-    with intact(folder):
+            keep(final=score.groupdict())
         return tidy_rows(cell, seed, folder, record)
 
 
@@ -211,17 +193,24 @@ def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     return [*rows, rows[-1] | {"kind": "final", "steps_per_second": middle(speeds)} | record["final"]]
 
 
+def attempt(job: tuple) -> list[dict] | str:
+    """The rows of one seed, or why there are none; the others go on."""
+    try:
+        return run_seed(*job)
+    except Failed as error:
+        return str(error)
+    except (OSError, LookupError, ValueError) as error:
+        return f"its files are gone or damaged ({error}): move what is left of it and its .json away"
+
+
 # -------------------------------------------------------------------------------------------------- all seeds
 def run_local(jobs: list[tuple], workers: int):
-    """Yields (job, its rows or its Failed), as they come."""
+    """Yields (job, its rows or why it failed), as they come."""
     with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(run_seed, *job): job for job in jobs}
+        futures = {pool.submit(attempt, job): job for job in jobs}
         try:
             for future in as_completed(futures):
-                error = future.exception()
-                if error and not isinstance(error, Failed):
-                    raise error
-                yield futures[future], error or future.result()
+                yield futures[future], future.result()
         finally:  # Ctrl-C, SIGTERM: the trainings save and stop, the waiting ones never start
             STOP.set()
             for child in list(CHILDREN):
@@ -231,39 +220,33 @@ def run_local(jobs: list[tuple], workers: int):
 
 def run_ray(jobs: list[tuple], workers: int):
     """As run_local on a Ray cluster (RAY_ADDRESS), whose machines share this folder, or on this machine."""
-    try:
-        ray = importlib.import_module("ray")
-    except ImportError:
-        sys.exit("run.py: --engine ray needs a package that is missing: pip install ray")
+    import ray
+
     where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
     here = str(Path(__file__).resolve().parent)
     paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False, **where)
-
-    def work(job):
-        program = importlib.import_module("run")
-        try:
-            return program.run_seed(Cell(*job[0]), *job[1:])
-        except program.Failed as error:
-            return str(error)
-
-    remote = ray.remote(num_cpus=1, max_retries=0)(work)
-    futures = {remote.remote((tuple(job[0]), *job[1:])): job for job in jobs}
+    remote = ray.remote(num_cpus=1, max_retries=0)(lambda job: importlib.import_module("run").attempt(job))
+    futures = {remote.remote(job): job for job in jobs}
     try:
         while futures:
             (ready,), _ = ray.wait(list(futures), num_returns=1)
-            result = ray.get(ready)
-            yield futures.pop(ready), Failed(result) if isinstance(result, str) else result
+            yield futures.pop(ready), ray.get(ready)
     finally:
         ray.shutdown()
 
 
+def rows_of(path: Path) -> list[dict]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def replace_rows(path: Path, columns: list[str], rows: list[dict], same, order) -> None:
     """Puts rows into a CSV in place of those of the same kind, same(row), and sorts all by order(row)."""
-    new, old = {same(row) for row in rows}, []
-    if path.exists():
-        with path.open(newline="") as file:
-            old = [row for row in csv.DictReader(file) if same(row) not in new]
+    new = {same(row) for row in rows}
+    old = [row for row in rows_of(path) if same(row) not in new]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(".part")
     with part.open("w", newline="") as file:
@@ -280,11 +263,14 @@ def write_rows(rows: list[dict], results: Path) -> None:
     replace_rows(path, COLUMNS, rows, same, lambda row: (*same(row), row["kind"], int(row["step"])))
 
 
-def iqm(scores: list[float]) -> float:
-    """Interquartile mean: of the middle half; a score that straddles a quartile counts in part."""
-    n = len(scores)
-    inside = [max(0.0, min(i + 1, 0.75 * n) - max(i, 0.25 * n)) for i in range(n)]
-    return sum(a * x for a, x in zip(inside, sorted(scores), strict=True)) / sum(inside)
+def iqm(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Interquartile mean, of the middle half of the weight: scores (..., runs), weights (runs,) -> (...).
+    A run that straddles a quartile counts with the part that lies inside, so any number of runs will do."""
+    order = scores.argsort(-1)
+    share = (weights / weights.sum())[order]
+    upper = share.cumsum(-1)
+    inside = (np.minimum(upper, 0.75) - np.maximum(upper - share, 0.25)).clip(min=0)
+    return (np.take_along_axis(scores, order, -1) * inside).sum(-1) / inside.sum(-1)
 
 
 def summary(finals: dict[Cell, list[float]]) -> str:
@@ -294,20 +280,17 @@ def summary(finals: dict[Cell, list[float]]) -> str:
         scores = ["-"] * 3
         if means:
             spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
-            scores = [f"{statistics.mean(means):.1f}{spread}", f"{iqm(means):.1f}", f"{min(means):.1f}"]
+            middle = iqm(np.array(means), np.ones(len(means)))
+            scores = [f"{statistics.mean(means):.1f}{spread}", f"{middle:.1f}", f"{min(means):.1f}"]
         reached = means and cell.bar is not None and statistics.mean(means) >= cell.bar
         bar = ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if reached else "no")
         lines.append((f"{cell.name} {cell.env_id} {cell.steps:,}", str(len(means)), *scores, *bar))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        " | ".join(x.ljust(width) for x, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(" | ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--suite", choices=SUITES, help="the cells to run (benchmark/suites.py)")
     what.add_argument("--script", type=Path, help="any script to train and table; needs --env-id")
@@ -329,15 +312,11 @@ def main() -> int:
             parser.error("--script is a file and needs --env-id; --args and --variant go together")
         path = args.script.resolve()
         steps = args.steps or load_script(path.stem, path).make_args(args.env_id).total_timesteps
-        cells = [
-            Cell(path.stem, args.env_id, steps, 3, None, tuple(args.args), args.variant, script=shown(path))
-        ]
+        cells = [Cell(path.stem, args.env_id, steps, 3, None, tuple(args.args), args.variant, shown(path))]
     else:
         cells = SUITES[args.suite]
-    for option, keys in (
-        ("algos", lambda cell: {cell.algo, cell.name}),
-        ("envs", lambda cell: {cell.env_id}),
-    ):
+    names = {"algos": lambda cell: {cell.algo, cell.name}, "envs": lambda cell: {cell.env_id}}
+    for option, keys in names.items():
         known, wanted = set().union(*map(keys, cells)), set(getattr(args, option) or ())
         if wanted - known:
             parser.error(f"--{option} {' '.join(sorted(wanted - known))}: there is {' '.join(sorted(known))}")
@@ -349,7 +328,7 @@ def main() -> int:
     finals, failed, start = {cell: [] for cell in cells}, 0, time.monotonic()
     for (cell, seed, *_), rows in (run_ray if args.engine == "ray" else run_local)(jobs, args.jobs):
         name = f"{cell.name} {cell.env_id} seed {seed}"
-        if isinstance(rows, Failed):
+        if isinstance(rows, str):
             failed += 1
             print(f"{name}: FAILED: {rows}", file=sys.stderr, flush=True)
             continue

@@ -1,21 +1,21 @@
-"""Compares the speed of our scripts with Stable-Baselines3 (an optional package; TRPO is in sb3-contrib),
-with SBX, its twin in JAX (sbx-rl), and with older scripts of ours, at equal settings and networks.
+"""Compares the speed of our scripts with Stable-Baselines3 (TRPO: sb3-contrib), with SBX, its twin in JAX
+(sbx-rl), or with an older script of ours, at equal settings and networks.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
-    python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py --no-peer
+    python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py
     python benchmark/speed.py --solve --pairs 5
 
 A machine drifts by tens of percent within minutes, so the sides take turns, A B A B, each time in a new
-process, and what counts is the median of the ratios. Nothing else may run meanwhile. Rows of today's script
-and of the peer go to benchmark/results/speed.csv; the older script is only printed.
+process, and what counts is the median of the ratios. Nothing else may run meanwhile. The rows go to
+benchmark/results/speed.csv; a comparison with an older script is only printed.
 """
 
 import argparse
-import csv
 import importlib
 import json
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -49,6 +49,11 @@ class Task(NamedTuple):
     batch_size: int = 256
     buffer_size: int = 1_000_000
     target_update_every: int = 1_000  # steps between copies of DQN's network
+
+    @property
+    def rollout(self) -> int:
+        """Environment steps of all environments."""
+        return self.num_envs * self.num_steps
 
 
 CHEETAH = dict(window=4000, warmup=2000, threads=2, hidden=(256, 256))  # and Pendulum
@@ -94,14 +99,12 @@ FLAGS = {
         --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}
         --target-update-every {target_update_every} --exploration-fraction 0.5 --epsilon-end 0.05""",
 }
-SOLVE = dict(
-    env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000, eval_episodes=10
-)
+SOLVE = dict(env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000)
 
 
 def flags_of(task: Task) -> list[str]:
     """The command line of our script for this task."""
-    pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * rollout_steps(task)
+    pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * task.rollout
     activation = "tanh" if task.algo in ("ppo", "a2c", "trpo") and not pong else "relu"
     words = f"""--env-id {task.env_id} --num-envs {task.num_envs} --total-timesteps {steps} --gamma 0.99
         --no-anneal-lr --no-normalize-obs --eval-every 0 --eval-episodes 1 --checkpoint-every 0
@@ -112,85 +115,63 @@ def flags_of(task: Task) -> list[str]:
     return words.split()
 
 
-def rollout_steps(task: Task) -> int:
-    return task.num_envs * task.num_steps
-
-
 def call(words: list[str]) -> tuple[str, float, float]:
     """Runs a command from the project's folder. Returns its output, seconds from start to exit, and GB of
     memory that it held at most."""
     # Both sides set the threads of torch themselves; the shell must not decide for one of them.
     env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
-        start = time.perf_counter()
-        process = subprocess.Popen(words, cwd=ROOT, stdout=out, stderr=err, env=env)
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
-        texts = [(file.seek(0), file.read())[1].strip() for file in (out, err)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    start = time.perf_counter()
+    process = subprocess.Popen(words, cwd=ROOT, env=env, **pipes)
+    text = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds, process.returncode = time.perf_counter() - start, os.waitstatus_to_exitcode(status)
     if process.returncode:
-        last = "\n".join((texts[1] or texts[0] or "it printed nothing").splitlines()[-5:])
+        last = "\n".join(text.splitlines()[-5:])
         sys.exit(f"speed.py: exit code {process.returncode} of {' '.join(words)[:200]}\n{last}")
-    return texts[0], seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
+    return text, seconds, usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 # ------------------------------------------------------------------------------------------------------- ours
-def read_log(run: Path) -> list[dict]:
-    """Rows of the log with step and seconds; the first edition of the scripts wrote a progress.csv."""
-    if (run / "progress.jsonl").exists():
-        return [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
-    with (run / "progress.csv").open(newline="") as file:
-        rows = [{name: float(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
-    return [row | {"seconds": row["wall_time"]} for row in rows]
-
-
 def run_ours(script: Path, flags: list[str], threads: int) -> tuple[list[dict], dict, float]:
     """One training: the rows of its log, what the CSV says of it, and its seconds from command to exit."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder, "run")
         words = ["--device", "cpu", *flags, "--torch-threads", str(threads), "--run-dir", str(run)]
         _, seconds, memory = call([sys.executable, str(script), *words])
-        rows, about = read_log(run), json.loads((run / "environment.json").read_text())
-    about = about[-1] if isinstance(about, list) else about  # the first edition has one entry
+        rows = [json.loads(line) for line in (run / "progress.jsonl").read_text().splitlines()]
+        about = json.loads((run / "environment.json").read_text())[-1]
     versions = {name: about[name].split()[0] for name in ("python", "torch", "gymnasium", "numpy")}
     return rows, versions | dict(memory_gb=round(memory, 3)), seconds
 
 
-def speed_of_ours(script: Path, task: Task) -> dict:
+def speed_of_ours(script: Path, task: Task, words: tuple[str, ...] = ()) -> dict:
     """Environment steps per second between two rows of the log, logging included."""
-    rows, about, _ = run_ours(script, flags_of(task), task.threads)
-    begin = task.warmup * rollout_steps(task)
-    end = begin + task.window * rollout_steps(task)
+    rows, about, _ = run_ours(script, [*flags_of(task), *words], task.threads)
+    begin, end = task.warmup * task.rollout, (task.warmup + task.window) * task.rollout
     # A row of the log has the time of the evaluation before it; the only one is at the end of the training.
     rows = [row for row in rows if begin <= row["step"] <= end and "eval/return_mean" not in row]
-    if len(rows) < 2:
-        sys.exit(f"speed.py: --window {task.window} spans less than two rows of the log: give a longer one")
     steps, seconds = (rows[-1][name] - rows[0][name] for name in ("step", "seconds"))
-    return about | dict(env_steps=int(steps), seconds=round(seconds, 3), steps_per_second=steps / seconds)
+    speed = dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=round(steps / seconds, 1))
+    return about | speed
 
 
 def solve_ours(seed: int, threads: int) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
-    rows, about, seconds = run_ours(ROOT / "algos/ppo.py", [*words, f"--seed={seed}"], threads)
+    rows, about, seconds = run_ours(
+        ROOT / "algos/ppo.py", [*words, "--eval-episodes=10", f"--seed={seed}"], threads
+    )
     solved = rows[-1]["eval/return_mean"] >= SOLVE["stop_return"]
-    return about | dict(env_steps=int(rows[-1]["step"]), seconds=round(seconds, 3), solved=solved)
+    return about | dict(env_steps=rows[-1]["step"], seconds=round(seconds, 3), solved=solved)
 
 
 # ------------------------------------------------------------------------------------------ Stable-Baselines3
-def run_peer(python: str, **request) -> tuple[dict, float]:
+def run_peer(python: str, **request) -> dict:
     """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON.
-    Returns the answer and the seconds from command to exit."""
+    The seconds are those from command to exit unless the answer has others."""
     text, seconds, memory = call([python, str(Path(__file__).resolve()), "--request", json.dumps(request)])
-    return json.loads(text.splitlines()[-1]) | dict(memory_gb=round(memory, 3)), seconds
-
-
-def speed_of_peer(python: str, task: Task) -> dict:
-    answer, _ = run_peer(python, **task._asdict())
-    return answer | dict(steps_per_second=answer["env_steps"] / answer["seconds"])
-
-
-def solve_peer(python: str, seed: int, threads: int) -> dict:
-    answer, seconds = run_peer(python, seed=seed, threads=threads, solve=SOLVE)
-    return answer | dict(seconds=round(seconds, 3))
+    (line,) = re.findall(r"^{.*}$", text, re.M)  # warnings may stand before it and after
+    return dict(seconds=round(seconds, 3), memory_gb=round(memory, 3)) | json.loads(line)
 
 
 def answer(request: dict) -> dict:
@@ -202,27 +183,29 @@ def answer(request: dict) -> dict:
     versions = {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium", "numpy")}
     library = importlib.import_module("sbx" if request.get("peer") == SBX else "stable_baselines3")
     versions |= dict(python=platform.python_version(), library_version=library.__version__)
-    if solve := request.get("solve"):
-        return versions | solve_in_peer(library.PPO, request["seed"], **solve)
+    if request.get("solve"):
+        return versions | solve_in_peer(library.PPO, request["seed"])
     return versions | speed_in_peer(library, Task(**request))
 
 
-def solve_in_peer(algorithm, seed, env_id, stop_return, total_timesteps, eval_every, eval_episodes) -> dict:
+def solve_in_peer(algorithm, seed: int) -> dict:
     """RL Baselines3 Zoo's hyperparameters for CartPole-v1 (hyperparams/ppo.yml, commit 22e3ff2)."""
     from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
     from stable_baselines3.common.env_util import make_vec_env
 
     model = algorithm(
-        "MlpPolicy", make_vec_env(env_id, n_envs=8, seed=seed), n_steps=32, batch_size=256, gae_lambda=0.8,
-        gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: 0.001 * left,
+        "MlpPolicy", make_vec_env(SOLVE["env_id"], n_envs=8, seed=seed), n_steps=32, batch_size=256,
+        gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: 0.001 * left,
         clip_range=lambda left: 0.2 * left, device="cpu", seed=seed,
     )  # fmt: skip
     evaluation = EvalCallback(
-        make_vec_env(env_id, n_envs=1, seed=10_000_000), n_eval_episodes=eval_episodes, verbose=0,
-        callback_on_new_best=StopTrainingOnRewardThreshold(stop_return), eval_freq=eval_every // 8,
+        make_vec_env(SOLVE["env_id"], n_envs=1, seed=10_000_000), n_eval_episodes=10, verbose=0,
+        callback_on_new_best=StopTrainingOnRewardThreshold(SOLVE["stop_return"]),
+        eval_freq=SOLVE["eval_every"] // 8,
     )  # fmt: skip
-    model.learn(total_timesteps, callback=evaluation)
-    return dict(env_steps=model.num_timesteps, solved=bool(evaluation.best_mean_reward >= stop_return))
+    model.learn(SOLVE["total_timesteps"], callback=evaluation)
+    solved = bool(evaluation.best_mean_reward >= SOLVE["stop_return"])
+    return dict(env_steps=model.num_timesteps, solved=solved)
 
 
 def make_model(library, task: Task):
@@ -235,8 +218,7 @@ def make_model(library, task: Task):
     if pong:
         importlib.import_module("gymnasium").register_envs(importlib.import_module("ale_py"))
         one_frame = {"frameskip": 1, "repeat_action_probability": 0.25}  # AtariWrapper skips the frames
-        envs = make_atari_env(task.env_id, n_envs=task.num_envs, seed=1, env_kwargs=one_frame)
-        envs = VecFrameStack(envs, 4)
+        envs = VecFrameStack(make_atari_env(task.env_id, task.num_envs, seed=1, env_kwargs=one_frame), 4)
     else:
         envs = make_vec_env(task.env_id, n_envs=task.num_envs, seed=1)
     same = dict(
@@ -244,26 +226,22 @@ def make_model(library, task: Task):
         policy_kwargs={} if pong else dict(net_arch=list(task.hidden)),  # PPO, A2C, TRPO: tanh, two networks
         device="cpu" if task.peer == SB3 else "auto",
     )  # fmt: skip
-    names = "batch_size", "buffer_size", "learning_starts"
-    replay = {name: getattr(task, name) for name in names}
-    minibatch = rollout_steps(task) // task.num_minibatches
+    replay = {name: getattr(task, name) for name in ("batch_size", "buffer_size", "learning_starts")}
     if task.algo == "sac":
         return library.SAC(**replay, **same)
     if task.algo == "ddpg_td3":
         size = envs.action_space.shape[0]
         return library.TD3(action_noise=NormalActionNoise([0.0] * size, [0.1] * size), **replay, **same)
     if task.algo == "dqn":
-        return library.DQN(
-            train_freq=task.num_steps, gradient_steps=1, exploration_fraction=0.5,
-            target_update_interval=task.target_update_every, **replay, **same,
-        )  # fmt: skip
+        same |= dict(target_update_interval=task.target_update_every, exploration_fraction=0.5)
+        return library.DQN(train_freq=task.num_steps, gradient_steps=1, **replay, **same)
+    same |= dict(n_steps=task.num_steps)
     if task.algo == "a2c":
-        return library.A2C(n_steps=task.num_steps, use_rms_prop=False, **same)  # Adam on both sides
+        return library.A2C(use_rms_prop=False, **same)  # Adam on both sides
+    same |= dict(batch_size=task.rollout // task.num_minibatches)
     if task.algo == "trpo":
-        contrib = importlib.import_module("sb3_contrib")
-        same |= dict(n_steps=task.num_steps, batch_size=minibatch)
-        return contrib.TRPO(n_critic_updates=task.update_epochs, **same)
-    return library.PPO(n_steps=task.num_steps, n_epochs=task.update_epochs, batch_size=minibatch, **same)
+        return importlib.import_module("sb3_contrib").TRPO(n_critic_updates=task.update_epochs, **same)
+    return library.PPO(n_epochs=task.update_epochs, **same)
 
 
 def speed_in_peer(library, task: Task) -> dict:
@@ -281,56 +259,50 @@ def speed_in_peer(library, task: Task) -> dict:
             return True
 
     clock, end = Clock(), task.warmup + task.window
-    make_model(library, task).learn((end + 1) * rollout_steps(task), callback=clock)
-    seconds = clock.times[end] - clock.times[task.warmup]
-    return dict(env_steps=task.window * rollout_steps(task), seconds=round(seconds, 3))
+    make_model(library, task).learn((end + 1) * task.rollout, callback=clock)
+    seconds, steps = clock.times[end] - clock.times[task.warmup], task.window * task.rollout
+    return dict(env_steps=steps, seconds=round(seconds, 3), steps_per_second=round(steps / seconds, 1))
 
 
 # -------------------------------------------------------------------------------------------------- the sides
-def same_task(row: dict) -> tuple:
-    return row["kind"], row["task"], str(row["threads"])
-
-
-def same_pair(row: dict) -> tuple:
-    return *same_task(row), int(row["pair"]), row["library"]
-
-
 def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
     """Measures A B A B ...; each side is a function of the pair's number. Prints and returns the rows."""
-    rows = []
+    rows, middle = [], statistics.median
     unit = "steps_per_second" if kind == "speed" else "seconds"
     for pair in range(1, pairs + 1):
         for library, measure in sides.items():
             row = common | dict(kind=kind, task=task, library=library, pair=pair) | measure(pair)
-            row["steps_per_second"] = round(row["steps_per_second"], 1) if kind == "speed" else ""
             rows.append(row)
             solved = "" if row.get("solved", True) else " NOT SOLVED"
             memory = f", {row['memory_gb']:.2f} GB" if "memory_gb" in row else ""
             print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}{memory}", flush=True)
-    ours, *others = ([row[unit] for row in rows if row["library"] == library] for library in sides)
-    for library, theirs in zip(list(sides)[1:], others, strict=True):
-        ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
-        middle = statistics.median
-        print(
-            f"{kind} {task}: {OURS} {middle(ours):.1f}, {library} {middle(theirs):.1f} {unit} (medians); "
-            f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
-        )
+    ours, theirs = ([row[unit] for row in rows if row["library"] == library] for library in sides)
+    ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
+    print(
+        f"{kind} {task}: {OURS} {middle(ours):.1f}, {[*sides][1]} {middle(theirs):.1f} {unit} (medians); "
+        f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
+    )
     return rows
 
 
+def sides_of(task: Task, args: argparse.Namespace) -> dict:
+    """What is compared: name and a function of the pair's number."""
+    if args.solve:
+        theirs = lambda seed: run_peer(args.sb3_python, seed=seed, threads=task.threads, solve=True)
+        return {OURS: lambda seed: solve_ours(seed, task.threads), SB3: theirs}
+    ours = lambda _: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)
+    if args.against:
+        return {OURS: ours, OLDER: lambda _: speed_of_ours(args.against.resolve(), task)}
+    return {OURS: ours, task.peer: lambda _: run_peer(args.sb3_python, **task._asdict())}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=LEARNING, help="what to measure")
-    parser.add_argument(
-        "--solve", action="store_true", help="instead: seconds from command to CartPole solved"
-    )
+    parser.add_argument("--solve", action="store_true", help="instead: seconds until CartPole is solved")
     parser.add_argument("--pairs", type=int, default=5, help="measurements of each side; seeds with --solve")
-    parser.add_argument("--window", type=int, help="rollouts that are timed; default: by task")
-    parser.add_argument("--threads", type=int, help="threads of torch on all sides, 0: torch decides")
-    parser.add_argument("--against", type=Path, help="an older script, or a folder of them, as a third side")
-    parser.add_argument("--no-peer", action="store_true", help="leave out the peer, and write no rows")
+    parser.add_argument("--threads", type=int, help="threads of torch on both sides, 0: torch decides")
+    parser.add_argument("--against", type=Path, help="an older script in place of the peer; writes no rows")
     parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmark/results/speed.csv", help="the CSV")
     parser.add_argument("--request", help=argparse.SUPPRESS)  # in the process of the peer
@@ -338,35 +310,17 @@ def main() -> None:
     if args.request:
         print(json.dumps(answer(json.loads(args.request))))
         return
-    if args.pairs < 1 or (args.window is not None and args.window < 1):
-        parser.error("--pairs and --window must be at least 1")
+    same = lambda row: (row["kind"], row["task"], str(row["threads"]))
+    order = lambda row: (*same(row), int(row["pair"]), row["library"])
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())
-    if args.solve:
-        threads = 1 if args.threads is None else args.threads
-        sides = {
-            OURS: lambda seed: solve_ours(seed, threads),
-            SB3: lambda seed: solve_peer(args.sb3_python, seed, threads),
-        }
-        rows = compare("solve", SOLVE["env_id"], sides, common | dict(threads=threads), args.pairs)
-        replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
-        return
-    for name in args.tasks:
-        task = TASKS[name]
-        task = task._replace(
-            threads=task.threads if args.threads is None else args.threads, window=args.window or task.window
-        )
-        sides = {OURS: lambda _, task=task: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)}
-        if args.against:
-            script = args.against.resolve()
-            script = script / f"{task.algo}.py" if script.is_dir() else script
-            sides[OLDER] = lambda _, task=task, script=script: speed_of_ours(script, task)
-        if not args.no_peer:
-            sides[task.peer] = lambda _, task=task: speed_of_peer(args.sb3_python, task)
-        settings = {field: value for field, value in task._asdict().items() if field in COLUMNS}
-        rows = compare("speed", name, sides, common | settings, args.pairs)
-        if not args.no_peer:
-            rows = [row for row in rows if row["library"] != OLDER]
-            replace_rows(args.out, COLUMNS, rows, same_task, same_pair)
+    for name in [SOLVE["env_id"]] if args.solve else args.tasks:
+        task = TASKS[name] if args.threads is None else TASKS[name]._replace(threads=args.threads)
+        told = ("threads",) if args.solve else set(COLUMNS) & set(Task._fields)
+        settings = {field: getattr(task, field) for field in told}
+        kind = "solve" if args.solve else "speed"
+        rows = compare(kind, name, sides_of(task, args), common | settings, args.pairs)
+        if not args.against:
+            replace_rows(args.out, COLUMNS, rows, same, order)
 
 
 if __name__ == "__main__":

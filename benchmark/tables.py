@@ -1,24 +1,22 @@
 """Writes the table of algorithms in README.md and the results in docs/, each between two comments, from data.
 
-    python benchmark/tables.py              # after benchmark/run.py, speed.py or a change in algos/
-    python benchmark/tables.py --check      # exit code 1 if a page is out of date
-    python benchmark/tables.py --suite dqn  # prints what benchmark/results has of a suite
+    python benchmark/tables.py            # after benchmark/run.py, speed.py or a change in algos/
+    python benchmark/tables.py --check    # exit code 1 if a page is out of date
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
-<!-- output:NAME:end --> in docs/ and benchmark/README.md. Name and paper come from the docstring of each
-script, results and speed from benchmark/results.
+<!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
+from benchmark/results.
 """
 
 import argparse
 import ast
-import csv
 import re
 import statistics
 import sys
 from collections import defaultdict
 from pathlib import Path
 
-from run import ROOT, slug, summary
+from run import ROOT, rows_of, short, slug
 from speed import OURS, SB3, TASKS
 from suites import PUBLISHED, SUITES
 
@@ -28,41 +26,24 @@ Result: mean return over seeds of 100 greedy episodes with the last policy (step
 Stable-Baselines3, or of SBX where it says so, at equal settings, median of paired runs on a CPU (torch
 threads, pairs; `benchmark/README.md`).
 """.strip()
-EPISODES = "100"  # of a final evaluation, as the note says
+RESULTS = ROOT / "benchmark/results"
 
 
-def rows_of(path: Path) -> list[dict]:
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def finals(cell, folder: Path) -> list[float]:
+def finals(cell) -> list[float]:
     """Final means of the seeds of a cell that were measured."""
-    path, scores = folder / f"{cell.name}__{slug(cell.env_id)}.csv", []
-    for row in rows_of(path):
-        if row["kind"] == "final" and row["total_timesteps"] == str(cell.steps):
-            if row["eval_episodes"] != EPISODES:
-                sys.exit(
-                    f"tables.py: {path} has a final evaluation of {row['eval_episodes']} episodes, the "
-                    f"tables are of {EPISODES}: run.py makes them without --final-episodes"
-                )
-            scores.append(float(row["eval_return_mean"]))
-    return scores
+    path, kind = RESULTS / f"{cell.name}__{slug(cell.env_id)}.csv", ("final", str(cell.steps))
+    rows = [row for row in rows_of(path) if (row["kind"], row["total_timesteps"]) == kind]
+    if any(row["eval_episodes"] != "100" for row in rows):
+        sys.exit(f"tables.py: {path} has a final evaluation that is not of 100 episodes, as the note says")
+    return [float(row["eval_return_mean"]) for row in rows]
 
 
-def measured(algo: str, folder: Path, ablations: bool) -> list[tuple]:
+def measured(algo: str, ablations: bool) -> list[tuple]:
     """(title, cell, final means) of the algorithm's cells, each once, with or without those of ablations."""
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
     title = lambda cell: f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
-    found = [(title(cell), cell, finals(cell, folder)) for cell in cells]
-    return [(title, cell, scores) for title, cell, scores in found if scores]
-
-
-def steps(count: int) -> str:
-    return f"{count / 1e6:g}M" if count >= 1e6 else f"{count / 1e3:g}k"
+    return [(title(cell), cell, scores) for cell in cells if (scores := finals(cell))]
 
 
 def number(score: float, mean: float) -> str:
@@ -73,48 +54,48 @@ def count_of(things: int | str, name: str) -> str:
     return f"{things} {name}{'s' if int(things) > 1 else ''}"
 
 
-def results(algo: str, folder: Path) -> str:
+def results(algo: str) -> str:
     """One line a cell, for the README, without the ablations."""
     lines = []
-    for title, cell, scores in measured(algo, folder, ablations=False):
+    for title, cell, scores in measured(algo, ablations=False):
         mean = statistics.mean(scores)
         mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
         seeds = count_of(len(scores), "seed")
-        lines.append(f"{title} {number(mean, mean)}{mark} ({steps(cell.steps)}, {seeds})")
+        lines.append(f"{title} {number(mean, mean)}{mark} ({short(cell.steps)}, {seeds})")
     return "<br>".join(lines) or "–"
 
 
-def results_table(algo: str, folder: Path) -> str:
+def results_table(algo: str) -> str:
     """The table of docs/{algo}.md: ours, the bar and what others published."""
-    lines = [
-        "| environment | steps | seeds | final return, mean ± std over seeds | bar | published |",
-        "|---|" + "---|" * 5,
-    ]
-    for title, cell, scores in measured(algo, folder, ablations=True):
+    lines = ["| environment | steps | seeds | final return, mean ± std over seeds | bar | published |"]
+    lines.append("|---" * 6 + "|")
+    for title, cell, scores in measured(algo, ablations=True):
         mean = statistics.mean(scores)
         ours = number(mean, mean)
         if len(scores) > 1:
             ours += f" ± {number(statistics.stdev(scores), mean)}"
         bar = "–" if cell.bar is None else f"{cell.bar:g}"
         published = PUBLISHED.get((cell.name, cell.env_id), "–")
-        lines.append(f"| {title} | {steps(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
+        lines.append(f"| {title} | {short(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
     return "\n".join(lines)
 
 
-def speeds(algo: str, folder: Path) -> str:
+def speeds(algo: str) -> str:
     """Median ratios to the peers, and seconds to solve CartPole-v1."""
-    pairs = defaultdict(lambda: defaultdict(dict))
-    for row in rows_of(folder / "speed.csv"):
+    found, names = defaultdict(lambda: defaultdict(list)), list(TASKS)
+    for row in rows_of(RESULTS / "speed.csv"):
         if TASKS[row["task"]].algo == algo:
-            pairs[row["kind"], row["task"], row["threads"]][row["pair"]][row["library"]] = row
+            key = row["kind"] == "solve", names.index(row["task"]), row["threads"]
+            found[key][row["library"]].append(row)  # in the order of the pairs
     lines, middle = [], statistics.median
-    order = lambda item: (item[0][0] == "solve", list(TASKS).index(item[0][1]), item[0][2])
-    for (kind, task, threads), found in sorted(pairs.items(), key=order):
-        ours, peer = [pair[OURS] for pair in found.values()], TASKS[task].peer
-        if kind == "speed":
-            speed = lambda row: float(row["steps_per_second"])
-            ratio = middle(speed(pair[OURS]) / speed(pair[peer]) for pair in found.values())
-            what = task[task.index(TASKS[task].env_id) :].removesuffix(f" {peer}")
+    for (solve, index, threads), rows in sorted(found.items()):
+        name, ours, peer = names[index], rows[OURS], TASKS[names[index]].peer
+        if not solve:
+            pairs = zip(
+                *([float(row["steps_per_second"]) for row in rows[x]] for x in (OURS, peer)), strict=True
+            )
+            ratio = middle(a / b for a, b in pairs)
+            what = name[name.index(TASKS[name].env_id) :].removesuffix(f" {peer}")
             other = "" if peer == SB3 else f" {peer.upper()}"
             torch_threads = "" if threads == "0" else f"{count_of(threads, 'thread')}, "
             lines.append(f"{what} {ratio:.2f}×{other} ({torch_threads}{count_of(len(ours), 'pair')})")
@@ -122,9 +103,9 @@ def speeds(algo: str, folder: Path) -> str:
         seeds = count_of(len(ours), "seed")
         solved = [float(row["seconds"]) for row in ours if row["solved"] == "True"]
         if len(solved) == len(ours):
-            lines.append(f"{task} solved {middle(solved):.0f} s after the command ({seeds})")
+            lines.append(f"{name} solved {middle(solved):.0f} s after the command ({seeds})")
         else:  # the seeds that got there are the lucky ones: their time is not that of the task
-            lines.append(f"{task} solved by {len(solved)} of {seeds}")
+            lines.append(f"{name} solved by {len(solved)} of {seeds}")
     return "<br>".join(lines) or "–"
 
 
@@ -138,62 +119,44 @@ def name_and_paper(script: Path) -> tuple[str, str]:
     return " ".join(found[1].split()), re.sub(r"arXiv (\d+\.\d+)", link, " ".join(found[2].split()))
 
 
-def table(folder: Path) -> str:
-    head = ("algorithm", "file", "paper", "lines", "result", "speed")
-    lines = [head, ("---",) * len(head)]
+def table() -> str:
+    lines = [("algorithm", "file", "paper", "lines", "result", "speed"), ("---",) * 6]
     for script in sorted((ROOT / "algos").glob("*.py")):
         name, paper = name_and_paper(script)
         length = len(script.read_text(encoding="utf-8").splitlines())
         link = f"[`algos/{script.name}`](algos/{script.name})"
-        row = (name, link, paper, str(length), results(script.stem, folder), speeds(script.stem, folder))
-        lines.append(row)
+        lines.append((name, link, paper, str(length), results(script.stem), speeds(script.stem)))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def update(page: Path, mark: str, content: str) -> str:
-    """The text of the page with content between the lines <!-- mark:start --> and <!-- mark:end -->."""
-    before, start, rest = page.read_text(encoding="utf-8").partition(f"<!-- {mark}:start -->")
-    _, end, after = rest.partition(f"<!-- {mark}:end -->")
-    if not (start and end):
-        sys.exit(f"tables.py: {page} lacks the lines <!-- {mark}:start --> and <!-- {mark}:end -->")
-    return f"{before}{start}\n{content}\n{end}{after}"
+def content(page: Path, name: str) -> str:
+    """What belongs between the comments of this name on this page."""
+    if name == "table":
+        return f"{table()}\n\n{NOTE}"
+    if name == "results":
+        return results_table(page.stem)
+    printed = (RESULTS / f"{name.removeprefix('output:')}.txt").read_text(encoding="utf-8")
+    return "```text\n" + printed.strip("\n") + "\n```"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def filled(page: Path) -> str:
+    """The text of the page with what the data say."""
+    block = lambda x: f"<!-- {x[1]}:start -->\n{content(page, x[1])}\n<!-- {x[1]}:end -->"
+    marks = r"<!-- (table|results|output:\w+):start -->.*?<!-- \1:end -->"
+    return re.sub(marks, block, page.read_text(encoding="utf-8"), flags=re.S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
-    parser.add_argument("--suite", choices=SUITES, help="only print the results of this suite")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md", help="file with the table")
-    parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="folder of the pages")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs are")
     args = parser.parse_args()
-    if args.suite:
-        print(summary({cell: finals(cell, args.results) for cell in SUITES[args.suite]}))
-        return 0
-    wanted = [(args.readme, "table", f"{table(args.results)}\n\n{NOTE}")]
-    for page in [*sorted(args.docs.glob("*.md")), ROOT / "benchmark/README.md"]:
-        marks = re.findall(r"<!-- (results|output:\w+):start -->", page.read_text(encoding="utf-8"))
-        for mark in marks:
-            printed = args.results / f"{mark.removeprefix('output:')}.txt"
-            if mark == "results":
-                wanted.append((page, mark, results_table(page.stem, args.results)))
-            elif printed.exists():
-                output = printed.read_text(encoding="utf-8").strip("\n")
-                wanted.append((page, mark, f"```text\n{output}\n```"))
-            else:
-                sys.exit(f"tables.py: {page} shows {printed}, which is missing: measure it first")
-    for page, mark, content in wanted:
-        new = update(page, mark, content)
-        if new == page.read_text(encoding="utf-8"):
-            continue
-        if args.check:
-            print(f"{page} is out of date: run python benchmark/tables.py", file=sys.stderr)
-            return 1
-        page.write_text(new, encoding="utf-8")
-    return 0
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        text = filled(page)
+        if not args.check:
+            page.write_text(text, encoding="utf-8")
+        elif text != page.read_text(encoding="utf-8"):
+            sys.exit(f"{page} is out of date: run python benchmark/tables.py")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
