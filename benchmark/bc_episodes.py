@@ -2,8 +2,8 @@
 
     python benchmark/bc_episodes.py --out docs/img/bc_episodes.png
 
-DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows go to
-benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
+DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows
+go to benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
 """
 
 import argparse
@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
-from plot import COLOURS, STYLE, make_panels, plt  # says so if matplotlib is missing
+from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
 EXPERTS = {"CartPole-v1": ("ppo", 2_000), "Pendulum-v1": ("sac", 5_000)}
@@ -53,7 +53,7 @@ def main() -> None:
             lines = [f"{','.join(key)},{x:.2f}" for key, x in rows.items()]
             TABLE.write_text("\n".join(["env_id,method,episodes,seed,return_mean", *lines, ""]))
     plt.rcParams.update(STYLE)
-    figure, panels = make_panels(2, 4.5, 3.2)
+    figure, panels = make_panels(2)
     for axes, env_id in zip(panels, EXPERTS, strict=True):
         axes.axhline(rows[env_id, "expert", "", ""], color="black", linestyle=":", label="expert")
         for (method, ticks), colour in zip(EPISODES.items(), COLOURS, strict=False):

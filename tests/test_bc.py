@@ -53,9 +53,8 @@ def demonstrations(part: str, run_dir="run") -> dict:
 
 def test_losses_equal_numbers_worked_out_by_hand(bc):
     assert float(bc.log_prob_loss(torch.tensor([-1.0, -2, -6]))) == 3
-    assert (
-        float(bc.mse_loss(torch.tensor([[0.0, 1], [2, 2]]), torch.tensor([[3.0, 1], [2, 0]]))) == (9 + 4) / 2
-    )
+    mean, action = torch.tensor([[0.0, 1], [2, 2]]), torch.tensor([[3.0, 1], [2, 0]])
+    assert float(bc.mse_loss(mean, action)) == (9 + 4) / 2
 
 
 @pytest.mark.parametrize(
@@ -154,10 +153,8 @@ def test_a_dataset_is_as_the_environment_gives_and_takes_it(bc, obs, action, sou
         seen += [env.reset(seed=episode)[0], *(env.observe() for _ in range(7))]
         taken += [env.action_space.sample() for _ in range(7)]
     first = [i for i in range(24) if i % 8 < 7]  # Minari has the last observation too
-    arrays = dict(
-        obs=np.stack(seen)[first], action=np.stack(taken), reward=np.ones(21), lengths=np.full(3, 7)
-    )
-    np.savez("data.npz", **arrays)
+    arrays = dict(obs=np.stack(seen)[first], action=np.stack(taken), reward=np.ones(21))
+    np.savez("data.npz", **arrays, lengths=np.full(3, 7))
     where = dict(expert="data.npz")
     if source == "minari":
         minari, where = pytest.importorskip("minari"), dict(dataset="probe/spaces-v0")
