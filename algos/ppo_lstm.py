@@ -474,7 +474,8 @@ class RewardNorm(RunningNorm):
 TUNED = {
     "benchmark.hidden_envs:CartPoleNoVel-v1": dict(
         total_timesteps=100_000, num_steps=64, num_minibatches=2, learning_rate=2e-3, gamma=0.98,
-        gae_lambda=0.9, hidden_sizes=(64,), memory_size=32, anneal_lr=True, eval_every=25_000),
+        gae_lambda=0.9, hidden_sizes=(64,), memory_size=32, normalize_reward=True, anneal_lr=True,
+        eval_every=25_000),
     "benchmark.hidden_envs:PendulumNoVel-v1": dict(
         total_timesteps=100_000, num_envs=32, num_steps=32, num_minibatches=8, learning_rate=2e-3, gamma=0.9,
         hidden_sizes=(64,), memory_size=32, normalize_reward=True, anneal_lr=True, log_std_init=0.0,
