@@ -174,8 +174,9 @@ SUITES = {
     "ppo_rnd": [
         Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
         Cell("ppo_rnd", SPARSE_GRID, 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
-        Cell("ppo", SPARSE_GRID, 100_000, seeds=5, args=GRID),
     ],
+    # The same settings without novelty.
+    "rnd_ablation": [Cell("ppo", SPARSE_GRID, 100_000, 5, None, GRID, "no_novelty")],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
