@@ -86,10 +86,11 @@ def colours(names: list[str]) -> dict:
 
 
 def save(figure, title: str, out: Path, legend: dict) -> None:
-    """Writes the picture, with a legend {label: line} below all panels."""
+    """Writes the picture, with a legend {label: line} below all panels if there is one."""
     figure.suptitle(title, fontsize=11)
-    columns = min(4, len(legend)) if max(map(len, legend)) < 22 else 2
-    figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns)
+    if legend:
+        columns = min(4, len(legend)) if max(map(len, legend)) < 22 else 2
+        figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     plt.close(figure)

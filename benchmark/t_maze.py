@@ -12,7 +12,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from plot import COLOURS, STYLE, make_panels, plt, save  # says so if matplotlib is missing
+from plot import COLOURS, STYLE, make_panels, plt, save
 from run import ROOT, slug
 from suites import MEMORIES, SUITES
 

@@ -12,8 +12,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
-from plot import STYLE, plt, save, steps_label
-from run import load_script
+from plot import STYLE, plt, save
+from run import load_script, short
 
 GRID = "benchmark.sparse_grid:SparseGrid-v0"
 STEPS = {GRID: 60_000, "MountainCar-v0": 40_000}
@@ -67,10 +67,10 @@ def main() -> None:
             picture = np.where(counts[quarter] > 0, np.log10(counts[quarter].clip(1)), np.nan)
             axes.imshow(picture, cmap="viridis_r", vmin=0, aspect="auto", origin="upper")
             axes.set(xticks=[], yticks=[])
-            end = steps_label(STEPS[env_id] * (quarter + 1) / QUARTERS)
+            end = short(STEPS[env_id] * (quarter + 1) / QUARTERS)
             axes.set_title(f"to step {end}: {seen[quarter]} places", fontsize=9)
         line[0].set_ylabel(f"{algo}\n{name}", fontsize=9)
-    save(figure, "States visited in each quarter of a training (darker: more often)", args.out)
+    save(figure, "States visited in each quarter of a training (darker: more often)", args.out, {})
 
 
 if __name__ == "__main__":
