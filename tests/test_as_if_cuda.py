@@ -61,17 +61,8 @@ CASES = {
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
     "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
-EAGER = {
-    "ppo",
-    "pqn",
-    "ppo_rnd",
-    "a2c",
-    "dqn, all",
-    "ddpg_td3",
-    "sac",
-    "tqc",
-    "crossq",
-}  # cases also without a graph
+# Cases that run without a graph, too
+EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
@@ -231,7 +222,7 @@ sac: torch.randn_like(mean) -> to_tensor(np.random.randn(*mean.shape), mean.devi
 sac: torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau) -> [setattr(t, "data",
      t.lerp(n, tau)) for t, n in zip(target.parameters(), network.parameters())] -> state differs
 crossq: self.std.lerp_(std, 0.01) -> self.std = self.std.lerp(std, 0.01) -> state differs
-dqn: self.obs.index_select(0, to_tensor(frames.ravel(), self.device)) -> self.obs[frames.ravel()]
+dqn: to_tensor(self.obs[frames], self.device) -> torch.as_tensor(self.obs[frames]).to(self.device)
     -> too many waits
 """
 
