@@ -32,7 +32,8 @@ def main() -> None:
             with path.open(newline="") as file:
                 rows = [row for row in csv.DictReader(file) if row["kind"] == "final"]
             points[memory][int(delay)] = [float(row["eval_return_mean"]) for row in rows]
-    if not any(points.values()):
+    points = {memory: found for memory, found in points.items() if found}
+    if not points:
         sys.exit(f"t_maze.py: {args.results} has none: python benchmark/run.py --suite t_maze_ablation")
     plt.rcParams.update(STYLE)
     figure, (axes, *_) = make_panels(1)
