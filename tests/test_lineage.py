@@ -19,7 +19,7 @@ CHANGED = {  # (parent, child): lines removed plus lines added, without docstrin
     ("ppo", "ppo_lstm"): 200, ("ppo", "ppo_rnd"): 200, ("ppo", "pqn"): 260, ("ddpg_td3", "sac"): 280,
     ("sac", "tqc"): 110, ("sac", "crossq"): 120,
 }  # fmt: skip
-ALL = 15_000  # lines of all scripts together
+ALL = 14_500  # lines of all scripts together
 
 SOURCE = {name: (ALGOS / f"{name}.py").read_text() for name in NAMES}
 PAIRS = [pair for pair in CHANGED if {*pair} <= SOURCE.keys()]
