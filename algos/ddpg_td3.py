@@ -696,7 +696,7 @@ class BatchGraph:
         for name, x in batch.items():
             self.batch[name].copy_(x)
         self.graph.replay()
-        return {name: x.clone() for name, x in self.result.items()}
+        return dict(self.result)  # in the memory of the graph, where the next replay writes too
 
 
 def free_memory(device: torch.device) -> float:

@@ -144,7 +144,8 @@ def whole_sequences(done, chosen):
     begins = begins.T.flatten() > 0  # environment after environment
     sequence, first = begins.cumsum(0) - 1, begins.nonzero().squeeze(1)
     step = torch.arange(len(sequence)) - first[sequence]  # 0 at the first of its sequence
-    order = (step * len(done) - sequence.bincount()[sequence]).argsort(stable=True)
+    length = sequence.bincount()[sequence]
+    order = (step * len(done) - length).argsort(stable=True)  # by step, and the longest sequences first
     rows = chosen[:, None] + done.shape[1] * torch.arange(len(done))
     return rows.flatten()[order], step.bincount()
 

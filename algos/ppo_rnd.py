@@ -155,8 +155,8 @@ def train(args: Args) -> np.ndarray:
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
     critic = [*agent.critic.parameters(), *agent.value_head.parameters()]
     actor = [*agent.shared.parameters(), *agent.actor.parameters(), *agent.head.parameters()]
-    graph = args.compile and device.type == "cuda"
     predictor = [*novelty.predictor.parameters()]
+    graph = args.compile and device.type == "cuda"
     groups = [(actor, args.learning_rate), (critic, critic_lr), (predictor, args.predictor_lr)]
     optimizer = make_adam(groups, device, args.adam_eps, graph)
     reward_norm, intrinsic_norm = RewardNorm(args.gamma), RewardNorm(args.gamma_intrinsic)
