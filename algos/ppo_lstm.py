@@ -471,7 +471,7 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own short sweeps of one seed from RL Baselines3 Zoo's ppo_lstm.yml on; MountainCarContinuous was not tried.
+# Own short sweeps of one or two seeds from RL Baselines3 Zoo's ppo_lstm.yml on.
 TUNED = {
     "benchmark.hidden_envs:CartPoleNoVel-v1": dict(
         total_timesteps=100_000, num_steps=64, num_minibatches=8, learning_rate=1e-3, gamma=0.98,
@@ -482,8 +482,9 @@ TUNED = {
         learning_rate=1e-3, gamma=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
         anneal_lr=True, log_std_init=0.0, eval_every=25_000),
     "benchmark.hidden_envs:MountainCarContinuousNoVel-v0": dict(
-        total_timesteps=300_000, num_steps=64, gamma=0.9999, gae_lambda=0.9, normalize_obs=True,
-        normalize_reward=True, anneal_lr=True, log_std_init=0.0, eval_every=30_000),
+        total_timesteps=300_000, num_envs=8, num_steps=256, num_minibatches=8, learning_rate=1e-3,
+        gamma=0.999, gae_lambda=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
+        anneal_lr=True, log_std_init=1.0, eval_every=30_000),
     "benchmark.hidden_envs:TMaze-v0": dict(
         total_timesteps=60_000, num_envs=32, learning_rate=2e-3, hidden_sizes=(64,), memory_size=32,
         memory_span=128, shared_trunk=True, eval_every=20_000),

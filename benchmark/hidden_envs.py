@@ -1,7 +1,8 @@
-"""Environments that do not show all that matters, for ppo_lstm.py. From the project's folder:
+"""Environments that hide what matters, for ppo_lstm.py, or the reward, for ppo_rnd.py. From this project:
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:TMaze-v0 --env-kwargs '{"delay": 30}'
+    python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
 """
@@ -10,7 +11,9 @@ from functools import partial
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
+
+MOVES = ((1, 0), (0, 1), (-1, 0), (0, -1))  # right, down, left, up
 
 
 class Partly(gym.ObservationWrapper):
@@ -63,9 +66,40 @@ class TMaze(gym.Env):
         return image.repeat(16, axis=0).repeat(16, axis=1)
 
 
+class SparseGrid(gym.Env):
+    """Rooms in a row with doors at the bottom and at the top in turns; a reward of 1 only in the far corner.
+
+    Observes (column, row). A step against a wall changes nothing. The way through four rooms of 9 x 9 has 70
+    steps; in the 200 of an episode a random walk sees little more than the first room.
+    """
+
+    def __init__(self, rooms: int = 4, size: int = 9):
+        self.columns, self.size = rooms * (size + 1) - 1, size
+        self.goal = (self.columns - 1, 0 if rooms % 2 == 0 else size - 1)  # not on the side of the last door
+        self.observation_space, self.action_space = MultiDiscrete([self.columns, size]), Discrete(4)
+
+    def is_free(self, column: int, row: int) -> bool:
+        room, inside = divmod(column, self.size + 1)
+        door = self.size - 1 if room % 2 == 0 else 0
+        inner = 0 <= column < self.columns and 0 <= row < self.size
+        return inner and (inside < self.size or row == door)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = (0, 0)
+        return np.array(self.place), {}
+
+    def step(self, action):
+        place = self.place[0] + MOVES[action][0], self.place[1] + MOVES[action][1]
+        self.place = place if self.is_free(*place) else self.place
+        won = self.place == self.goal
+        return np.array(self.place), float(won), won, False, {"is_success": won}
+
+
 NO_VELOCITY = {"CartPole-v1": ([0, 2], 500), "Pendulum-v1": ([0, 1], 200),
                "MountainCarContinuous-v0": ([0], 999)}  # fmt: skip
 for name, (entries, max_steps) in NO_VELOCITY.items():
     maker = partial(Partly, name, entries)
     gym.register(name.replace("-", "NoVel-"), entry_point=maker, max_episode_steps=max_steps)
 gym.register("TMaze-v0", entry_point=TMaze)
+gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)

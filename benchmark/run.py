@@ -1,6 +1,7 @@
 """Trains a suite or any script, each seed in its own process, and writes what came out as tidy CSV files.
 
     python benchmark/run.py --suite ppo --jobs 2
+    python benchmark/run.py --suite ppo --engine ray --address 10.0.0.1:6379
     python benchmark/run.py --script my.py --env-id CartPole-v1 --seeds 3
     python benchmark/run.py --script my.py --env-id CartPole-v1 --variant slow --args="--learning-rate 1e-4"
 
@@ -14,6 +15,7 @@ import csv
 import importlib.util
 import itertools
 import json
+import math
 import os
 import platform
 import re
@@ -23,6 +25,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -46,7 +49,8 @@ FINAL = re.compile(  # what --evaluate prints, by column
     r"return_mean (?P<eval_return_mean>\S+) return_std (?P<eval_return_std>\S+) return_min "
     r"(?P<eval_return_min>\S+) return_max (?P<eval_return_max>\S+) .*over (?P<eval_episodes>\d+) episodes"
 )
-STOP, CHILDREN = threading.Event(), set()
+STOP = threading.Event()  # all that train save and stop, all that wait never start
+ON_NODE = "PLAINRL_COMMIT" in os.environ  # on a machine of a cluster, for a run.py elsewhere
 
 
 class Failed(Exception):
@@ -84,6 +88,8 @@ def cpu_name() -> str:
 
 def commit() -> str:
     """The commit that is checked out, with "+changes" if algos/ differs from it; empty without git."""
+    if ON_NODE:  # it has the files, without their history
+        return os.environ["PLAINRL_COMMIT"]
     if not shutil.which("git"):
         return ""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
@@ -108,8 +114,9 @@ def exclusive(path: Path):
         yield file
 
 
-def call(words: list[str], log: Path, lock) -> str:
-    """Runs python with these words from the project's folder. Returns and logs what it printed."""
+def call(words: list[str], log: Path, lock, watch) -> str:
+    """Runs python with these words from the project's folder. Returns and logs what it printed.
+    Ends it by SIGTERM, which saves and stops a training, once watch() or STOP says so."""
     if STOP.is_set():
         raise Failed("stopped")
     with log.open("a+") as file:
@@ -117,29 +124,43 @@ def call(words: list[str], log: Path, lock) -> str:
         pipes = dict(stdin=subprocess.DEVNULL, stdout=file, stderr=file)
         if fcntl:
             pipes["pass_fds"] = [lock.fileno()]
-        child = subprocess.Popen([sys.executable, *words], cwd=ROOT, **pipes)
-        CHILDREN.add(child)
-        if STOP.is_set():  # came between the check above and this line
+        # on Linux a machine's trainings end with the worker of Ray that started them, if that is killed
+        guard = ["setpriv", "--pdeathsig", "KILL"] if ON_NODE and shutil.which("setpriv") else []
+        child, asked = subprocess.Popen([*guard, sys.executable, *words], cwd=ROOT, **pipes), False
+        try:
+            while child.poll() is None:
+                if not asked and (watch() or STOP.is_set()):
+                    child.terminate()
+                    asked = True  # a second signal would end it at once
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.5)
+        except BaseException:
             child.terminate()
-        code = child.wait()
-        CHILDREN.discard(child)
+            raise
         file.seek(start)
         text = file.read()
-    if code:
+    if code := child.returncode:
         last = text.strip().splitlines()[-1:] or ["it printed nothing"]
         raise Failed(f"exit code {code}: {last[0]} (all of it: {shown(log)})")
     return text
 
 
-def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dict]:
+def name_of(cell: Cell, seed: int) -> str:
+    """The run folder within the folder of all runs."""
+    return f"{cell.name}__{slug(cell.env_id)}__{cell.steps}/{seed}"
+
+
+def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool, work=None) -> list[dict]:
     """Trains one seed, or goes on with it, plays the final evaluation, and returns the rows of the CSV.
 
-    Beside the run folder NAME lie NAME.log with all output and NAME.json with what is done already.
+    Beside the run folder NAME lie NAME.log with all output and NAME.json with what is done already. It stops
+    once watch() is true. On a machine that does not have the folder of all runs, work stands for it.
     """
-    folder = runs / f"{cell.name}__{slug(cell.env_id)}__{cell.steps}" / str(seed)
+    folder = (work or runs) / name_of(cell, seed)
     record_file, log = folder.with_suffix(".json"), folder.with_suffix(".log")
     command = [cell.script or f"algos/{cell.algo}.py", "--env-id", cell.env_id, "--seed", str(seed)]
-    command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", shown(folder)]
+    home = shown(runs / name_of(cell, seed))
+    command += ["--total-timesteps", str(cell.steps), *cell.args, "--run-dir", home]
     with exclusive(folder.with_suffix(".lock")) as lock:
         fresh = {"command": command, "commits": [], "trained": False, "final": {}}
         record = json.loads(record_file.read_text()) if record_file.exists() else fresh
@@ -156,14 +177,14 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int) -> list[dic
             if record["commits"][-1:] != [commit()]:
                 keep(commits=[*record["commits"], commit()], cpu=cpu_name(), cores=os.cpu_count())
             if (folder / "checkpoint.pt").exists():
-                call([command[0], "--resume", shown(folder)], log, lock)
+                call([command[0], "--resume", shown(folder)], log, lock, watch)
             else:  # killed before its first checkpoint, if it ever started
                 shutil.rmtree(folder, ignore_errors=True)
-                call(command, log, lock)
+                call([*command[:-1], shown(folder)], log, lock, watch)
             keep(trained=True)
         if record["final"].get("eval_episodes") != str(final_episodes):
             play = [command[0], "--evaluate", shown(folder), "--eval-episodes", str(final_episodes)]
-            score = FINAL.search(call(play, log, lock))
+            score = FINAL.search(call(play, log, lock, watch))
             if not score:
                 raise Failed(f"its --evaluate printed no line `return mean ...` ({shown(log)})")
             keep(final=score.groupdict())
@@ -193,10 +214,10 @@ def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
     return [*rows, rows[-1] | {"kind": "final", "steps_per_second": middle(speeds)} | record["final"]]
 
 
-def attempt(job: tuple) -> list[dict] | str:
+def attempt(job: tuple, watch=bool, work: Path | None = None) -> list[dict] | str:
     """The rows of one seed, or why there are none; the others go on."""
     try:
-        return run_seed(*job)
+        return run_seed(*job, watch, work)
     except Failed as error:
         return str(error)
     except (OSError, LookupError, ValueError) as error:
@@ -204,36 +225,121 @@ def attempt(job: tuple) -> list[dict] | str:
 
 
 # -------------------------------------------------------------------------------------------------- all seeds
-def run_local(jobs: list[tuple], workers: int):
-    """Yields (job, its rows or why it failed), as they come."""
+def run_all(jobs: list[tuple], one, workers: int):
+    """Yields (job, its rows or why it failed), as they come from one(job), for so many at a time."""
     with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(attempt, job): job for job in jobs}
+        futures = {pool.submit(one, job): job for job in jobs}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:  # Ctrl-C, SIGTERM: the trainings save and stop, the waiting ones never start
             STOP.set()
-            for child in list(CHILDREN):
-                child.terminate()
             pool.shutdown(cancel_futures=True)
 
 
-def run_ray(jobs: list[tuple], workers: int):
-    """As run_local on a Ray cluster (RAY_ADDRESS), whose machines share this folder, or on this machine."""
+# -------------------------------------------------------------------------------------------- many machines
+class Home:
+    """An actor of Ray on the machine of this program, which has the run folders: what a run needs is taken
+    from here to another machine, and what it writes comes back here at each evaluation and checkpoint."""
+
+    def __init__(self, runs: Path):
+        self.runs, self.takers, self.stopped = runs, {}, set()
+
+    def load(self, name: str, taker: str) -> dict[str, bytes]:
+        """What a run goes on from; nothing without a checkpoint, and then nothing of it stays here either."""
+        self.takers[name] = taker
+        folder = self.runs / name
+        if not (folder / "checkpoint.pt").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        beside = [folder.with_suffix(".json"), folder.with_suffix(".log")]
+        paths = beside + [path for path in folder.glob("*") if "tfevents" not in path.name]
+        return {path.relative_to(self.runs).as_posix(): path.read_bytes() for path in paths if path.is_file()}
+
+    def keep(self, name: str, taker: str, files: dict[str, bytes]) -> bool:
+        """Writes what is new of a run. Returns whether it is to stop, as one given up for dead has to."""
+        if self.takers[name] == taker:
+            write_files(self.runs, files)
+        return self.takers[name] != taker or name in self.stopped
+
+    def stop(self, name: str, yes: bool) -> None:
+        self.stopped = self.stopped | {name} if yes else self.stopped - {name}
+
+
+def write_files(folder: Path, files: dict[str, bytes]) -> None:
+    """Each whole or not at all, in reverse order: the checkpoint last but one, the record of the run last."""
+    for name, data in reversed(files.items()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.part")
+        part.write_bytes(data)
+        part.replace(path)
+
+
+def new_files(work: Path, name: str, seen: dict[Path, int], logs=False) -> dict[str, bytes]:
+    """What changed of a run since the last call, if that is more than logs, or logs will do. The record of
+    the run is read first and the checkpoint next, so that no log is older than they are."""
+    folder = work / name
+    first = [folder.with_suffix(".json"), folder / "checkpoint.pt", folder.with_suffix(".log")]
+    paths = [path for path in dict.fromkeys([*first, *folder.rglob("*")]) if path.suffix != ".part"]
+    stamps = {path: path.stat().st_mtime_ns for path in paths if path.is_file()}
+    changed = [path for path in stamps if stamps[path] != seen.get(path)]
+    if not logs and not any(path.suffix in (".json", ".pt") for path in changed):
+        return {}
+    seen |= stamps
+    return {path.relative_to(work).as_posix(): path.read_bytes() for path in changed}
+
+
+def run_on_node(home, job: tuple) -> str:
+    """One seed on a machine of the cluster, from what came home of it. Returns why it failed, or nothing."""
     import ray
 
-    where = {} if "RAY_ADDRESS" in os.environ else {"num_cpus": workers, "include_dashboard": False}
-    here = str(Path(__file__).resolve().parent)
-    paths = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH", "")]))
-    ray.init(runtime_env={"env_vars": {"PYTHONPATH": paths}}, log_to_driver=False, **where)
-    remote = ray.remote(num_cpus=1, max_retries=0)(lambda job: importlib.import_module("run").attempt(job))
-    futures = {remote.remote(job): job for job in jobs}
-    try:
-        while futures:
-            (ready,), _ = ray.wait(list(futures), num_returns=1)
-            yield futures.pop(ready), ray.get(ready)
-    finally:
-        ray.shutdown()
+    name, seen = name_of(*job[:2]), {}
+    with tempfile.TemporaryDirectory() as folder:
+        work, taker = Path(folder), f"{platform.node()}{folder}"
+        write_files(work, ray.get(home.load.remote(name, taker)))
+        new_files(work, name, seen, logs=True)
+
+        def send(logs=False) -> bool:
+            return ray.get(home.keep.remote(name, taker, new_files(work, name, seen, logs)))
+
+        rows = "stopped" if send() else attempt(job, send, work)
+        send(logs=True)
+    return rows.replace(folder, str(job[2])) if isinstance(rows, str) else ""
+
+
+def on_ray(runs: Path, workers: int, address: str | None, gpus: float):
+    """What `attempt` does, done on the Ray cluster at this address, or on this machine. Ray decides where
+    and when, sends the project's files there, and starts a run again that lost its machine."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy as On
+
+    paths = os.pathsep.join(filter(None, ["benchmark", os.environ.get("PYTHONPATH", "")]))
+    env_vars = {"PYTHONPATH": paths, "PLAINRL_COMMIT": commit()}
+    excludes = [".git", ".venv", "/docs", "/runs", "/benchmark/runs"]
+    files = dict(working_dir=str(ROOT), excludes=excludes, env_vars=env_vars)
+    where = dict(address="local", num_cpus=workers, include_dashboard=False)
+    handler = signal.getsignal(signal.SIGTERM)  # Ray puts in its own
+    ray.init(**(dict(address=address) if address else where), runtime_env=files, logging_level="ERROR")
+    signal.signal(signal.SIGTERM, handler)
+    on_this_machine = On(ray.get_runtime_context().get_node_id(), soft=False)
+    home = ray.remote(num_cpus=0, scheduling_strategy=on_this_machine)(Home).remote(runs)
+    # There this file is the module run. A task whose main thread waits for an answer gives its CPU away.
+    in_a_thread = lambda *words: ThreadPoolExecutor(1).submit(*words).result()
+    there = lambda *words: in_a_thread(importlib.import_module("run").run_on_node, *words)
+    remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=-1)(there)
+
+    def one(job: tuple, watch=bool) -> list[dict] | str:
+        home.stop.remote(name_of(*job[:2]), False)
+        future = remote.remote(home, (*job[:2], Path(shown(runs)), *job[3:]))
+        while not ray.wait([future], timeout=0.5)[0]:
+            if watch() or STOP.is_set():
+                home.stop.remote(name_of(*job[:2]), True)
+        try:
+            return ray.get(future) or attempt(job)  # all of it came home: attempt only reads it
+        except ray.exceptions.RayError as error:
+            return f"Ray gave it up: {error}"
+
+    return one
 
 
 def rows_of(path: Path) -> list[dict]:
@@ -273,8 +379,15 @@ def iqm(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
     return (np.take_along_axis(scores, order, -1) * inside).sum(-1) / inside.sum(-1)
 
 
+def passes(scores: list[float], bar: float) -> bool:
+    """Whether the interquartile mean of the seeds reaches the bar, and at least 80% of them do."""
+    share = sum(score >= bar for score in scores) / len(scores)
+    middle = iqm(np.array(scores), np.ones(len(scores)))
+    return bool((middle >= bar or math.isclose(middle, bar)) and share >= 0.8)
+
+
 def summary(finals: dict[Cell, list[float]]) -> str:
-    """A table of the final means of the seeds of each cell, and whether their mean reaches the bar."""
+    """A table of the final means of the seeds of each cell, and whether they pass the bar."""
     lines = [("cell", "seeds", "mean ± std over seeds", "IQM", "worst seed", "bar", "reached")]
     for cell, means in finals.items():
         scores = ["-"] * 3
@@ -282,11 +395,27 @@ def summary(finals: dict[Cell, list[float]]) -> str:
             spread = f" ± {statistics.stdev(means):.1f}" if len(means) > 1 else ""
             middle = iqm(np.array(means), np.ones(len(means)))
             scores = [f"{statistics.mean(means):.1f}{spread}", f"{middle:.1f}", f"{min(means):.1f}"]
-        reached = means and cell.bar is not None and statistics.mean(means) >= cell.bar
+        reached = means and cell.bar is not None and passes(means, cell.bar)
         bar = ("-", "-") if cell.bar is None else (f"{cell.bar:g}", "yes" if reached else "no")
         lines.append((f"{cell.name} {cell.env_id} {cell.steps:,}", str(len(means)), *scores, *bar))
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(" | ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options of `engine`."""
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; more than cores is slower")
+    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="who runs the processes")
+    where = "with --engine ray: HOST:PORT of a cluster; default: RAY_ADDRESS, or --jobs cores of this machine"
+    parser.add_argument("--address", default=os.environ.get("RAY_ADDRESS"), help=where)
+    parser.add_argument("--gpus", type=float, default=0, help="with --engine ray: GPUs for each run, as 0.25")
+
+
+def engine(args):
+    """one(job, watch) that gives the rows of a seed, where the options say."""
+    if args.engine == "local":
+        return attempt
+    return on_ray(args.runs.resolve(), args.jobs, args.address, args.gpus)
 
 
 def main() -> int:
@@ -301,8 +430,7 @@ def main() -> int:
     parser.add_argument("--algos", nargs="+", help="only these algorithms of the suite, as dqn or dqn-4_step")
     parser.add_argument("--envs", nargs="+", help="only these environments of the suite")
     parser.add_argument("--seeds", type=int, help="seeds 1 to N; default: what the suite says of each cell")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at a time; more than cores is slower")
-    parser.add_argument("--engine", choices=("local", "ray"), default="local", help="who runs the processes")
+    add_engine(parser)
     parser.add_argument("--final-episodes", type=int, default=100, help="episodes of the final evaluation")
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
     parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
@@ -325,8 +453,9 @@ def main() -> int:
         parser.error("--jobs, --seeds and --final-episodes must be at least 1")
     seeds = lambda cell: range(1, (args.seeds or cell.seeds) + 1)
     jobs = [(cell, seed, args.runs.resolve(), args.final_episodes) for cell in cells for seed in seeds(cell)]
+    workers = len(jobs) if args.engine == "ray" else args.jobs  # Ray knows how many at a time
     finals, failed, start = {cell: [] for cell in cells}, 0, time.monotonic()
-    for (cell, seed, *_), rows in (run_ray if args.engine == "ray" else run_local)(jobs, args.jobs):
+    for (cell, seed, *_), rows in run_all(jobs, engine(args), workers):
         name = f"{cell.name} {cell.env_id} seed {seed}"
         if isinstance(rows, str):
             failed += 1

@@ -1,9 +1,8 @@
-"""Compares the speed of our scripts with Stable-Baselines3 (TRPO: sb3-contrib), with SBX, its twin in JAX
-(sbx-rl), or with an older script of ours, at equal settings and networks.
+"""Compares the speed of our scripts with Stable-Baselines3 (TRPO, PPO with memory: sb3-contrib), with SBX,
+its twin in JAX (sbx-rl), or with an older script of ours, at equal settings and networks.
 
     python benchmark/speed.py --tasks CartPole-v1 "a2c CartPole-v1" --pairs 5
     python benchmark/speed.py --tasks "sac Pendulum-v1" --against /tmp/older/sac.py
-    python benchmark/speed.py --solve --pairs 5
 
 A machine drifts by tens of percent within minutes, so the sides take turns, A B A B, each time in a new
 process, and what counts is the median of the ratios. Nothing else may run meanwhile. The rows go to
@@ -28,7 +27,7 @@ from run import ROOT, commit, cpu_name, replace_rows
 
 OURS, SB3, SBX, OLDER = "plainrl", "stable-baselines3", "sbx", "older script"
 COLUMNS = """
-    kind task library pair steps_per_second seconds env_steps solved threads num_envs num_steps update_epochs
+    task library pair steps_per_second seconds env_steps threads num_envs num_steps update_epochs
     num_minibatches python torch gymnasium numpy library_version device cpu cores git_commit memory_gb
 """.split()
 
@@ -64,6 +63,8 @@ TASKS = {
     "ALE/Pong-v5": Task("ppo", "ALE/Pong-v5", 8, 128, 4, 4, window=6, warmup=2, threads=0, hidden=(512,)),
     "a2c CartPole-v1": Task("a2c", "CartPole-v1", 4, 5, 1, 1, window=5000, warmup=250, threads=1),
     "trpo Pendulum-v1": Task("trpo", "Pendulum-v1", 4, 400, 10, 16, window=25, warmup=3, threads=1),
+    # A memory of 64 units sees the observations, with no layers before it and none behind.
+    "ppo_lstm CartPole-v1": Task("ppo_lstm", "CartPole-v1", 8, 128, 4, 4, 30, warmup=3, threads=1, hidden=()),
     "sac HalfCheetah-v5": Task("sac", "HalfCheetah-v5", 1, 1, 1, 1, **CHEETAH),
     "sac Pendulum-v1": Task("sac", "Pendulum-v1", 1, 1, 1, 1, **CHEETAH),
     "td3 HalfCheetah-v5": Task("ddpg_td3", "HalfCheetah-v5", 1, 1, 1, 1, **CHEETAH),
@@ -83,9 +84,11 @@ for name in [name for name in TASKS if name.startswith(("sac", "td3"))]:
     TASKS[f"{name} {SBX}"] = TASKS[name]._replace(peer=SBX)
 LEARNING = [name for name in TASKS if not name.endswith("filling")]  # measured unless --tasks says so
 # Our settings where the peer has its defaults, or the task says both.
+PPO = """--num-steps {num_steps} --update-epochs {update_epochs} --num-minibatches {num_minibatches}
+    --learning-rate 3e-4 --critic-lr None --gae-lambda 0.95 --entropy-coef 0 --no-normalize-reward"""
 FLAGS = {
-    "ppo": """--num-steps {num_steps} --update-epochs {update_epochs} --num-minibatches {num_minibatches}
-        --learning-rate 3e-4 --critic-lr None --gae-lambda 0.95 --entropy-coef 0 --no-normalize-reward""",
+    "ppo": PPO,
+    "ppo_lstm": PPO + " --memory lstm --memory-size 64",
     "a2c": """--num-steps {num_steps} --learning-rate 7e-4 --critic-lr None --gae-lambda 1 --entropy-coef 0
         --no-normalize-advantage --no-normalize-reward""",
     "trpo": """--num-steps {num_steps} --value-epochs {update_epochs} --num-minibatches {num_minibatches}
@@ -99,13 +102,12 @@ FLAGS = {
         --batch-size {batch_size} --buffer-size {buffer_size} --learning-starts {learning_starts}
         --target-update-every {target_update_every} --exploration-fraction 0.5 --epsilon-end 0.05""",
 }
-SOLVE = dict(env_id="CartPole-v1", stop_return=475, total_timesteps=100_000, eval_every=10_000)
 
 
 def flags_of(task: Task) -> list[str]:
     """The command line of our script for this task."""
     pong, steps = task.env_id.startswith("ALE/"), (task.warmup + task.window + 1) * task.rollout
-    activation = "tanh" if task.algo in ("ppo", "a2c", "trpo") and not pong else "relu"
+    activation = "tanh" if task.algo in ("ppo", "ppo_lstm", "a2c", "trpo") and not pong else "relu"
     words = f"""--env-id {task.env_id} --num-envs {task.num_envs} --total-timesteps {steps} --gamma 0.99
         --no-anneal-lr --no-normalize-obs --eval-every 0 --eval-episodes 1 --checkpoint-every 0
         --hidden-sizes {" ".join(map(str, task.hidden))} --activation {activation} """
@@ -156,15 +158,6 @@ def speed_of_ours(script: Path, task: Task, words: tuple[str, ...] = ()) -> dict
     return about | speed
 
 
-def solve_ours(seed: int, threads: int) -> dict:
-    words = [f"--{name.replace('_', '-')}={value}" for name, value in SOLVE.items()]
-    rows, about, seconds = run_ours(
-        ROOT / "algos/ppo.py", [*words, "--eval-episodes=10", f"--seed={seed}"], threads
-    )
-    solved = rows[-1]["eval/return_mean"] >= SOLVE["stop_return"]
-    return about | dict(env_steps=rows[-1]["step"], seconds=round(seconds, 3), solved=solved)
-
-
 # ------------------------------------------------------------------------------------------ Stable-Baselines3
 def run_peer(python: str, **request) -> dict:
     """Starts this file with the interpreter that has Stable-Baselines3; it answers with one line of JSON.
@@ -183,29 +176,7 @@ def answer(request: dict) -> dict:
     versions = {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium", "numpy")}
     library = importlib.import_module("sbx" if request.get("peer") == SBX else "stable_baselines3")
     versions |= dict(python=platform.python_version(), library_version=library.__version__)
-    if request.get("solve"):
-        return versions | solve_in_peer(library.PPO, request["seed"])
     return versions | speed_in_peer(library, Task(**request))
-
-
-def solve_in_peer(algorithm, seed: int) -> dict:
-    """RL Baselines3 Zoo's hyperparameters for CartPole-v1 (hyperparams/ppo.yml, commit 22e3ff2)."""
-    from stable_baselines3.common.callbacks import EvalCallback, StopTrainingOnRewardThreshold
-    from stable_baselines3.common.env_util import make_vec_env
-
-    model = algorithm(
-        "MlpPolicy", make_vec_env(SOLVE["env_id"], n_envs=8, seed=seed), n_steps=32, batch_size=256,
-        gae_lambda=0.8, gamma=0.98, n_epochs=20, ent_coef=0.0, learning_rate=lambda left: 0.001 * left,
-        clip_range=lambda left: 0.2 * left, device="cpu", seed=seed,
-    )  # fmt: skip
-    evaluation = EvalCallback(
-        make_vec_env(SOLVE["env_id"], n_envs=1, seed=10_000_000), n_eval_episodes=10, verbose=0,
-        callback_on_new_best=StopTrainingOnRewardThreshold(SOLVE["stop_return"]),
-        eval_freq=SOLVE["eval_every"] // 8,
-    )  # fmt: skip
-    model.learn(SOLVE["total_timesteps"], callback=evaluation)
-    solved = bool(evaluation.best_mean_reward >= SOLVE["stop_return"])
-    return dict(env_steps=model.num_timesteps, solved=solved)
 
 
 def make_model(library, task: Task):
@@ -241,6 +212,9 @@ def make_model(library, task: Task):
     same |= dict(batch_size=task.rollout // task.num_minibatches)
     if task.algo == "trpo":
         return importlib.import_module("sb3_contrib").TRPO(n_critic_updates=task.update_epochs, **same)
+    if task.algo == "ppo_lstm":
+        same |= dict(policy="MlpLstmPolicy", policy_kwargs=dict(net_arch=[], lstm_hidden_size=64))
+        return importlib.import_module("sb3_contrib").RecurrentPPO(n_epochs=task.update_epochs, **same)
     return library.PPO(n_epochs=task.update_epochs, **same)
 
 
@@ -265,42 +239,37 @@ def speed_in_peer(library, task: Task) -> dict:
 
 
 # -------------------------------------------------------------------------------------------------- the sides
-def compare(kind: str, task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
-    """Measures A B A B ...; each side is a function of the pair's number. Prints and returns the rows."""
+def compare(task: str, sides: dict, common: dict, pairs: int) -> list[dict]:
+    """Measures A B A B ...; each side is a function. Prints and returns the rows."""
     rows, middle = [], statistics.median
-    unit = "steps_per_second" if kind == "speed" else "seconds"
     for pair in range(1, pairs + 1):
         for library, measure in sides.items():
-            row = common | dict(kind=kind, task=task, library=library, pair=pair) | measure(pair)
+            row = common | dict(task=task, library=library, pair=pair) | measure()
             rows.append(row)
-            solved = "" if row.get("solved", True) else " NOT SOLVED"
             memory = f", {row['memory_gb']:.2f} GB" if "memory_gb" in row else ""
-            print(f"{kind} {task} pair {pair} {library}: {row[unit]:.1f} {unit}{solved}{memory}", flush=True)
-    ours, theirs = ([row[unit] for row in rows if row["library"] == library] for library in sides)
-    ratios = [a / b if kind == "speed" else b / a for a, b in zip(ours, theirs, strict=True)]
+            speed = f"{row['steps_per_second']:.1f} steps_per_second"
+            print(f"{task} pair {pair} {library}: {speed}{memory}", flush=True)
+    ours, theirs = ([row["steps_per_second"] for row in rows if row["library"] == x] for x in sides)
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     print(
-        f"{kind} {task}: {OURS} {middle(ours):.1f}, {[*sides][1]} {middle(theirs):.1f} {unit} (medians); "
+        f"{task}: {OURS} {middle(ours):.1f}, {[*sides][1]} {middle(theirs):.1f} steps_per_second (medians); "
         f"{OURS} is {middle(ratios):.2f} times as fast ({min(ratios):.2f} to {max(ratios):.2f})"
     )
     return rows
 
 
 def sides_of(task: Task, args: argparse.Namespace) -> dict:
-    """What is compared: name and a function of the pair's number."""
-    if args.solve:
-        theirs = lambda seed: run_peer(args.sb3_python, seed=seed, threads=task.threads, solve=True)
-        return {OURS: lambda seed: solve_ours(seed, task.threads), SB3: theirs}
-    ours = lambda _: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)
+    """What is compared: names and functions."""
+    ours = lambda: speed_of_ours(ROOT / f"algos/{task.algo}.py", task)
     if args.against:
-        return {OURS: ours, OLDER: lambda _: speed_of_ours(args.against.resolve(), task)}
-    return {OURS: ours, task.peer: lambda _: run_peer(args.sb3_python, **task._asdict())}
+        return {OURS: ours, OLDER: lambda: speed_of_ours(args.against.resolve(), task)}
+    return {OURS: ours, task.peer: lambda: run_peer(args.sb3_python, **task._asdict())}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=LEARNING, help="what to measure")
-    parser.add_argument("--solve", action="store_true", help="instead: seconds until CartPole is solved")
-    parser.add_argument("--pairs", type=int, default=5, help="measurements of each side; seeds with --solve")
+    parser.add_argument("--pairs", type=int, default=5, help="measurements of each side")
     parser.add_argument("--threads", type=int, help="threads of torch on both sides, 0: torch decides")
     parser.add_argument("--against", type=Path, help="an older script in place of the peer; writes no rows")
     parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
@@ -310,15 +279,13 @@ def main() -> None:
     if args.request:
         print(json.dumps(answer(json.loads(args.request))))
         return
-    same = lambda row: (row["kind"], row["task"], str(row["threads"]))
+    same = lambda row: (row["task"], str(row["threads"]))
     order = lambda row: (*same(row), int(row["pair"]), row["library"])
     common = dict(cpu=cpu_name(), cores=os.cpu_count(), device="cpu", git_commit=commit())
-    for name in [SOLVE["env_id"]] if args.solve else args.tasks:
+    for name in args.tasks:
         task = TASKS[name] if args.threads is None else TASKS[name]._replace(threads=args.threads)
-        told = ("threads",) if args.solve else set(COLUMNS) & set(Task._fields)
-        settings = {field: getattr(task, field) for field in told}
-        kind = "solve" if args.solve else "speed"
-        rows = compare(kind, name, sides_of(task, args), common | settings, args.pairs)
+        settings = {field: getattr(task, field) for field in set(COLUMNS) & set(Task._fields)}
+        rows = compare(name, sides_of(task, args), common | settings, args.pairs)
         if not args.against:
             replace_rows(args.out, COLUMNS, rows, same, order)
 

@@ -34,6 +34,7 @@ PONG_1_STEP = (*PONG, "--buffer-size", "100000", "--epsilon-end", "0.02")
 # Targets of four steps hold actions that are not the learner's: a short memory and few random actions.
 PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end", "0.01")
 
+MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
 DDPG = ("--algorithm", "ddpg")
@@ -42,7 +43,6 @@ DELAY = (*TWIN, "--policy-delay", "2")
 GAUSSIAN = (*DELAY, "--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
 NOT_SLIPPERY = ("--env-kwargs", '{"is_slippery": false}')
 
-SPARSE_GRID = "benchmark.sparse_grid:SparseGrid-v0"
 GRID = (
     "--num-envs", "16", "--num-steps", "64", "--update-epochs", "4", "--learning-rate", "1e-3",
     "--eval-every", "20000", "--sample-actions",
@@ -56,7 +56,7 @@ VARIANTS = {
     "all_but_noisy": ("--n-step", "3", "--double", "--dueling", "--per"),
 }  # fmt: skip
 
-HIDDEN = "benchmark.hidden_envs:"  # its environments do not show all that matters
+HIDDEN = "benchmark.hidden_envs:"  # its environments hide what matters, or the reward
 MEMORIES = {
     "lstm": ("ppo_lstm", ()), "gru": ("ppo_lstm", ("--memory", "gru")),
     "none": ("ppo", ("--num-envs", "32", "--learning-rate", "0.002", "--eval-every", "20000")),
@@ -122,6 +122,17 @@ SUITES = {
         Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=250),
         Cell("crossq", "HalfCheetah-v5", 100_000, 3, None, (*ONE_THREAD, "--critic-sizes", "512", "512")),
     ],
+    # Returns after two episodes in each held-out task. The optima are -5.19 and 13.36.
+    "pearl": [
+        Cell("pearl", "PointRobot-v0", 240_000, seeds=3, bar=-8),
+        Cell("pearl", "SparsePointRobot-v0", 400_000, seeds=3, bar=9),
+        Cell("pearl", "HalfCheetahVel-v0", 100_000, seeds=1),
+    ],
+    # Sample efficiency on one family; benchmark/meta.py draws it.
+    "meta": [
+        Cell("pearl", "PointRobot-v0", 240_000, seeds=3, bar=-8),
+        Cell("maml", "PointRobot-v0", 400_000, 3, None, ("--horizon", "20", "--eval-every", "40000")),
+    ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
     "caps": [
         Cell("sac", "Pendulum-v1", 40_000, seeds=5, bar=-160),
@@ -152,7 +163,7 @@ SUITES = {
     "pqn": [
         Cell("pqn", "CartPole-v1", 60_000, seeds=5, bar=490),
         Cell("pqn", "Acrobot-v1", 200_000, seeds=5, bar=-85),
-        Cell("pqn", "LunarLander-v3", 300_000, seeds=5, bar=200),
+        Cell("pqn", "LunarLander-v3", 1_000_000, seeds=5, bar=200),
     ],
     # The six variants, all of them together, and all but noise.
     "dqn_ablation": [
@@ -173,10 +184,10 @@ SUITES = {
     # benchmark/visits.py draws what is visited.
     "ppo_rnd": [
         Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
-        Cell("ppo_rnd", SPARSE_GRID, 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
+        Cell("ppo_rnd", f"{HIDDEN}SparseGrid-v0", 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
     ],
     # The same settings without novelty.
-    "rnd_ablation": [Cell("ppo", SPARSE_GRID, 100_000, 5, None, GRID, "no_novelty")],
+    "rnd_ablation": [Cell("ppo", f"{HIDDEN}SparseGrid-v0", 100_000, 5, None, GRID, "no_novelty")],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=5, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=5),
@@ -187,6 +198,15 @@ SUITES = {
     "bc": [
         Cell("bc", "CartPole-v1", 2_000, 5, 475, ("--expert", "runs/experts/CartPole-v1")),
         Cell("bc", "Pendulum-v1", 10_000, 5, -156.7, ("--expert", "runs/experts/Pendulum-v1")),
+    ],
+    # Goals in the plane: -38.3 for staying at the start, -0.51 for who knows the goal. One variant learns a
+    # single policy for all goals, which is all that a step of adaptation has to be better than.
+    "maml": [
+        Cell("maml", "PointNavigation-v0", 800_000, 3, -12),
+        Cell("maml", "PointNavigation-v0", 800_000, 3, None, (*MAML_ADAM, "ppo"), "ppo"),
+        Cell("maml", "PointNavigation-v0", 1_600_000, 3, None, (*MAML_ADAM, "vpg"), "vpg"),
+        Cell("maml", "PointNavigation-v0", 800_000, 3, None, ("--inner-steps", "0"), "no_adaptation"),
+        Cell("maml", "HalfCheetahDir-v0", 400_000, 1, None, ("--eval-every", "80000")),
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=5, bar=475),

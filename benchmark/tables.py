@@ -13,18 +13,19 @@ import ast
 import re
 import statistics
 import sys
-from collections import defaultdict
 from pathlib import Path
 
-from run import ROOT, rows_of, short, slug
+import numpy as np
+from plot import stratified_bootstrap
+from run import ROOT, iqm, passes, rows_of, short, slug
 from speed import OURS, SB3, TASKS
 from suites import PUBLISHED, SUITES
 
 NOTE = """
-Result: mean return over seeds of 100 greedy episodes with the last policy (steps of training, seeds);
-✓ reaches the bar of `benchmark/suites.py`, ✗ does not. Speed: our environment steps per second over those of
-Stable-Baselines3, or of SBX where it says so, at equal settings, median of paired runs on a CPU (torch
-threads, pairs; `benchmark/README.md`).
+Bars: of the results that have one, how many reach it (interquartile mean over seeds, and 80% of the seeds, of
+100 greedy episodes with the last policy). Speed: environment steps per second over those of Stable-Baselines3
+at equal settings and networks, median of pairs on a CPU. Seeds, intervals, other tasks and published results
+are on the pages.
 """.strip()
 RESULTS = ROOT / "benchmark/results"
 
@@ -50,63 +51,48 @@ def number(score: float, mean: float) -> str:
     return f"{score:.1f}" if abs(mean) > 1 else f"{score:.3f}"  # a return of FrozenLake is at most 1
 
 
-def count_of(things: int | str, name: str) -> str:
-    return f"{things} {name}{'s' if int(things) > 1 else ''}"
-
-
-def results(algo: str) -> str:
-    """One line a cell, for the README, without the ablations."""
-    lines = []
-    for title, cell, scores in measured(algo, ablations=False):
-        mean = statistics.mean(scores)
-        mark = "" if cell.bar is None else f" {'✓' if mean >= cell.bar else '✗'}"
-        seeds = count_of(len(scores), "seed")
-        lines.append(f"{title} {number(mean, mean)}{mark} ({short(cell.steps)}, {seeds})")
-    return "<br>".join(lines) or "–"
+def first_result(algo: str) -> tuple[str, str]:
+    """The first result and how many bars are reached, without the ablations, for the README."""
+    found = measured(algo, ablations=False)
+    judged = [passes(scores, cell.bar) for _, cell, scores in found if cell.bar is not None]
+    if not found:
+        return "–", "–"
+    title, cell, scores = found[0]
+    mean = statistics.mean(scores)
+    return f"{title.partition(':')[2] or title} {number(mean, mean)}", f"{sum(judged)} of {len(judged)}"
 
 
 def results_table(algo: str) -> str:
     """The table of docs/{algo}.md: ours, the bar and what others published."""
-    lines = ["| environment | steps | seeds | final return, mean ± std over seeds | bar | published |"]
-    lines.append("|---" * 6 + "|")
+    lines = [
+        "| environment | steps | seeds | mean ± std | IQM, 95% interval | bar | reached by | published |"
+    ]
+    lines.append("|---" * 8 + "|")
     for title, cell, scores in measured(algo, ablations=True):
-        mean = statistics.mean(scores)
-        ours = number(mean, mean)
+        mean, bar = statistics.mean(scores), "– | –"
+        show = lambda score, mean=mean: number(score, mean)
+        ours = f"{show(mean)} | –"
         if len(scores) > 1:
-            ours += f" ± {number(statistics.stdev(scores), mean)}"
-        bar = "–" if cell.bar is None else f"{cell.bar:g}"
+            middle, low, high = (x[0] for x in stratified_bootstrap([np.array(scores)[:, None]], iqm))
+            ours = f"{show(mean)} ± {show(statistics.stdev(scores))}"
+            ours += f" | {show(middle)}, {show(low)} to {show(high)}"
+        if cell.bar is not None:
+            mark = "✓" if passes(scores, cell.bar) else "✗"
+            bar = f"{cell.bar:g} | {sum(x >= cell.bar for x in scores)} of {len(scores)} {mark}"
         published = PUBLISHED.get((cell.name, cell.env_id), "–")
         lines.append(f"| {title} | {short(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
     return "\n".join(lines)
 
 
-def speeds(algo: str) -> str:
-    """Median ratios to the peers, and seconds to solve CartPole-v1."""
-    found, names = defaultdict(lambda: defaultdict(list)), list(TASKS)
-    for row in rows_of(RESULTS / "speed.csv"):
-        if TASKS[row["task"]].algo == algo:
-            key = row["kind"] == "solve", names.index(row["task"]), row["threads"]
-            found[key][row["library"]].append(row)  # in the order of the pairs
-    lines, middle = [], statistics.median
-    for (solve, index, threads), rows in sorted(found.items()):
-        name, ours, peer = names[index], rows[OURS], TASKS[names[index]].peer
-        if not solve:
-            pairs = zip(
-                *([float(row["steps_per_second"]) for row in rows[x]] for x in (OURS, peer)), strict=True
-            )
-            ratio = middle(a / b for a, b in pairs)
-            what = name[name.index(TASKS[name].env_id) :].removesuffix(f" {peer}")
-            other = "" if peer == SB3 else f" {peer.upper()}"
-            torch_threads = "" if threads == "0" else f"{count_of(threads, 'thread')}, "
-            lines.append(f"{what} {ratio:.2f}×{other} ({torch_threads}{count_of(len(ours), 'pair')})")
-            continue
-        seeds = count_of(len(ours), "seed")
-        solved = [float(row["seconds"]) for row in ours if row["solved"] == "True"]
-        if len(solved) == len(ours):
-            lines.append(f"{name} solved {middle(solved):.0f} s after the command ({seeds})")
-        else:  # the seeds that got there are the lucky ones: their time is not that of the task
-            lines.append(f"{name} solved by {len(solved)} of {seeds}")
-    return "<br>".join(lines) or "–"
+def first_speed(algo: str) -> str:
+    """Median ratio to Stable-Baselines3 on the first task that was measured."""
+    tasks = [name for name, task in TASKS.items() if (task.algo, task.peer) == (algo, SB3)]
+    for name in tasks:
+        rows = [row for row in rows_of(RESULTS / "speed.csv") if row["task"] == name]
+        sides = [[float(row["steps_per_second"]) for row in rows if row["library"] == x] for x in (OURS, SB3)]
+        if rows:
+            return f"{statistics.median(a / b for a, b in zip(*sides, strict=True)):.2f}×"
+    return "–"
 
 
 def name_and_paper(script: Path) -> tuple[str, str]:
@@ -115,17 +101,20 @@ def name_and_paper(script: Path) -> tuple[str, str]:
     found = re.match(r"([^(]+) \(([^()]+)\)", docstring)
     if not found:
         sys.exit(f"tables.py: {script} has no docstring that begins `Name (authors, year, arXiv id)`")
-    link = r"[arXiv \1](https://arxiv.org/abs/\1)"
-    return " ".join(found[1].split()), re.sub(r"arXiv (\d+\.\d+)", link, " ".join(found[2].split()))
+    link = r"[\1](https://arxiv.org/abs/\2)"
+    return " ".join(found[1].split()), re.sub(
+        r"([^;\s][^;]*), arXiv (\d+\.\d+)", link, " ".join(found[2].split())
+    )
 
 
 def table() -> str:
-    lines = [("algorithm", "file", "paper", "lines", "result", "speed"), ("---",) * 6]
+    lines = [("algorithm", "paper", "lines", "first result", "bars", "speed", "page"), ("---",) * 7]
     for script in sorted((ROOT / "algos").glob("*.py")):
         name, paper = name_and_paper(script)
         length = len(script.read_text(encoding="utf-8").splitlines())
-        link = f"[`algos/{script.name}`](algos/{script.name})"
-        lines.append((name, link, paper, str(length), results(script.stem), speeds(script.stem)))
+        links = f"[{name}](algos/{script.name})", paper, str(length)
+        page = f"[{script.stem}](docs/{script.stem}.md)"
+        lines.append((*links, *first_result(script.stem), first_speed(script.stem), page))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from plot import STYLE, plt, save
 from run import load_script, short
 
-GRID = "benchmark.sparse_grid:SparseGrid-v0"
+GRID = "benchmark.hidden_envs:SparseGrid-v0"
 STEPS = {GRID: 60_000, "MountainCar-v0": 40_000}
 SETTINGS = {GRID: dict(num_envs=16, num_steps=64, update_epochs=4, learning_rate=1e-3, predictor_lr=1e-3)}
 QUARTERS, RASTER = 4, (28, 36)  # rows and columns of MountainCar's

@@ -6,12 +6,15 @@ These files are read on GitHub too, so they hold Markdown alone. When the site i
   learning rule and of `train`,
 - a paragraph that begins `**[PART](../algos/NAME.py#function).**` is followed by that part of the script: a
   function, or a phase of `train`, from its comment to the next empty line,
-- the comment `<!-- toctree ... -->` of index.md is the navigation.
+- the comment `<!-- toctree ... -->` of index.md is the navigation,
+- the comment `<!-- curves -->` of curves.md becomes all curves of benchmark/results, drawn by curves.js.
 Links that lead nowhere are warnings, and -W makes them errors.
 """
 
 import ast
+import csv
 import difflib
+import json
 import re
 import shutil
 import textwrap
@@ -33,8 +36,11 @@ html_theme = "furo"
 html_copy_source = html_show_copyright = False
 # MathJax from a package, in one file with its glyphs: nothing is fetched when a page is read.
 mathjax_path = "tex-svg.js"
+# Plotly likewise, for the page of all curves.
 html_static_path = [
-    "site.css", str(Path(find_spec("sphinx-mathjax-offline").origin).parent / "static/mathjax" / mathjax_path)
+    "site.css", "curves.js",
+    str(Path(find_spec("sphinx-mathjax-offline").origin).parent / "static/mathjax" / mathjax_path),
+    str(Path(find_spec("plotly").origin).parent / "package_data/plotly.min.js"),
 ]  # fmt: skip
 html_css_files = ["site.css"]
 
@@ -109,6 +115,30 @@ def part_of_script(found: re.Match) -> str:
     return f"{found[0]}\n~~~~{{code-block}} python\n:lineno-start: {first + 1}\n\n{code}\n~~~~\n"
 
 
+def all_curves() -> str:
+    """HTML with all committed trainings: {environment: {algorithm: {seed: [steps, returns]}}}."""
+    curves = {}
+    for path in sorted((DOCS.parent / "benchmark/results").glob("*__*.csv")):
+        with path.open(newline="") as file:
+            rows = [row for row in csv.DictReader(file) if row["kind"] == "curve"]
+        several = len({row["total_timesteps"] for row in rows}) > 1
+        for row in rows:
+            name = f"{row['algo']} of {row['total_timesteps']} steps" if several else row["algo"]
+            seeds = curves.setdefault(row["env_id"].partition(":")[2] or row["env_id"], {}).setdefault(
+                name, {}
+            )
+            steps, returns = seeds.setdefault(row["seed"], ([], []))
+            steps.append(int(row["step"]))
+            returns.append(round(float(row["eval_return_mean"]), 3))
+    return f"""```{{raw}} html
+<p><label>Environment <select id="environment"></select></label></p>
+<div id="curves"></div>
+<script src="_static/plotly.min.js"></script>
+<script>const CURVES = {json.dumps(curves, sort_keys=True)};</script>
+<script src="_static/curves.js"></script>
+```"""
+
+
 def for_the_site(app, docname, source):
     """Rewrites the Markdown that GitHub shows, before it is parsed."""
     text = source[0]
@@ -120,6 +150,7 @@ def for_the_site(app, docname, source):
         text = re.sub(r"\]\(\.\./recipes/(\w+)\.patch\)", r"](source/\1.md)", text)
         command = r"^```bash\ndiff algos/(\w+)\.py algos/(\w+)\.py\n```\n"
         text = re.sub(command, diff, text, flags=re.M)
+        text = text.replace("<!-- curves -->", all_curves() if docname == "curves" else "")
         text = re.sub(r"<!-- toctree\n(.*?)-->", r"```{toctree}\n:hidden:\n\1```", text, flags=re.S)
     source[0] = text
 

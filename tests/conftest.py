@@ -35,8 +35,11 @@ TINY = dict(
     normalize_reward=True,
     population=4, log_every=64, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
     initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8,
-    dagger_episodes=4, validation_share=0.25,
+    dagger_episodes=4, validation_share=0.25, meta_batch_size=2, episodes_per_task=1, horizon=10,
+    num_train_tasks=4, num_test_tasks=2, adaptation_episodes=1, steps_prior=8, steps_posterior=8,
+    extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,),
 )  # fmt: skip
+BOXES = ("ddpg_td3", "sac", "tqc", "crossq", "maml", "pearl")  # they get Box actions in tests
 EXPERT = """
 def load_policy(path):
     space = make_envs(Args(**load(path)["args"]), 1).single_action_space
@@ -76,7 +79,7 @@ def make_expert(args, folder="expert", source=EXPERT) -> str:
 
 def tiny(module, run_dir="run", **changes):
     """Arguments of a tiny training in the Walk environment; changes come on top where there are fields."""
-    actions = "box" if module.__name__ in ("ddpg_td3", "sac", "tqc", "crossq") else "discrete"
+    actions = "box" if module.__name__ in BOXES else "discrete"
     kwargs = dict(actions=actions, discrete_obs=module.__name__ == "q_learning")
     values = dict(env_id="probe_envs:Walk-v0", env_kwargs=kwargs, run_dir=str(run_dir)) | TINY | changes
     args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
@@ -124,7 +127,8 @@ def command(name: str, folder: Path, *argv, timeout=120) -> subprocess.Completed
 def fork(action, output: Path = Path(os.devnull)) -> int:
     """Starts action() in a fork of this process, which has the imports already. Returns its process id.
 
-    The child exits with the code of SystemExit, with 0 at the end, and with 99 and a traceback else.
+    The child exits with the code of SystemExit (1 for a message), with 0 at the end, and with 99 and a
+    traceback else.
     """
     sys.stdout.flush(), sys.stderr.flush()
     if pid := os.fork():
@@ -139,6 +143,9 @@ def fork(action, output: Path = Path(os.devnull)) -> int:
         code = 0
     except SystemExit as stop:
         code = stop.code or 0
+        if isinstance(code, str):
+            print(code, file=sys.stderr)
+            code = 1
     except BaseException:
         traceback.print_exc()
     finally:

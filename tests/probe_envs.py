@@ -21,14 +21,23 @@ def action_space_of(kind: str) -> gym.Space:
 
 
 class Probe(gym.Env):
-    """Knows the seed of its first reset, whether it is played for an evaluation, and draws grey frames."""
+    """Knows the seed of its first reset, whether it is played for an evaluation, and draws grey frames.
+
+    It is a family of tasks, too: a number, that only Walk heeds.
+    """
 
     metadata = {"render_modes": ["rgb_array"], "render_fps": 20}
-    first_seed, t = None, 0
+    first_seed, t, task = None, 0, 0.0
 
     def __init__(self, actions: str = "discrete", render_mode: str | None = None):
         self.action_space, self.render_mode = action_space_of(actions), render_mode
         self.observation_space = Box(-1e6, 1e6, (4,), np.float32)
+
+    def sample_task(self, rng) -> np.ndarray:
+        return rng.uniform(-0.5, 0.5, 1)
+
+    def set_task(self, task: np.ndarray) -> None:
+        self.task = float(task[0])
 
     @property
     def evaluates(self) -> bool:
@@ -248,7 +257,8 @@ class Success(Probe):
 
 
 class Walk(Probe):
-    """A noisy walk; pays for staying near 0, terminates beyond +-edge, is truncated after length steps.
+    """A noisy walk; pays for staying near its task, 0 unless told, terminates beyond +-edge, is truncated
+    after length steps.
 
     signal is sent to this process, `times` times, at step number `after` of the rollouts ("rollout") or of
     the evaluations ("evaluation") that this process has played since forget().
@@ -283,7 +293,7 @@ class Walk(Probe):
         self.t += 1
         push = 2.0 * action - 1 if isinstance(self.action_space, Discrete) else float(action[0])
         self.x += 0.15 * push + self.np_random.normal(0, 0.1)
-        return self.observe(), 1 - abs(self.x), abs(self.x) > self.edge, self.t == self.length, {}
+        return self.observe(), 1 - abs(self.x - self.task), abs(self.x) > self.edge, self.t == self.length, {}
 
 
 class LQ(gym.Env):

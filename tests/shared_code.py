@@ -16,6 +16,10 @@ from pathlib import Path
 
 ALGOS = Path(__file__).parents[1] / "algos"
 EXEMPT = "Args TUNED Actor Critic ActorCritic Agent Policy QNetwork train".split()  # these differ on purpose
+OWN = {
+    "maml.py": {"evaluate", "make_envs"},
+    "pearl.py": {"evaluate", "make_envs"},
+}  # Run and load_policy call these
 ADDS = {"ppo_lstm.py": {"reset_done"}}  # these have lines of their own beside all those of the common text
 
 
@@ -56,20 +60,21 @@ def differing(folder: Path) -> dict[str, list[list[str]]]:
         for name, text in texts(path).items():
             if name in ADDS.get(path.name, ()):  # counts as the text that it adds lines to
                 text = next((common for common in copies[name] if adds_to(common, text)), text)
-            if name not in EXEMPT:
+            if name not in EXEMPT and name not in OWN.get(path.name, ()):
                 copies[name][text].append(path.name)
     return {name: list(groups.values()) for name, groups in copies.items() if len(groups) > 1}
 
 
 def push(name: str, origin: Path, folder: Path) -> list[str]:
     """Gives the other copies of name, but not those of ADDS, the text in origin. Returns which changed."""
-    if name in ADDS.get(origin.name, ()):
+    if name in ADDS.get(origin.name, ()) or name in OWN.get(origin.name, ()):
         raise KeyError(f"{name} of {origin} has lines that the others must not have")
     text, changed = texts(origin)[name], []
     for path in sorted(folder.glob("*.py")):
         source = path.read_text()
         span = definitions(source).get(name)
-        if span is None or path.resolve() == origin.resolve() or name in ADDS.get(path.name, ()):
+        kept = name in ADDS.get(path.name, ()) or name in OWN.get(path.name, ())
+        if span is None or path.resolve() == origin.resolve() or kept:
             continue
         lines = source.splitlines()
         lines[slice(*span)] = text.splitlines()

@@ -1,7 +1,8 @@
 """Opens every page of the built site in Chromium, without a screen, and looks: `site_in_browser.py SITE`.
 
-Formulas are rendered, pictures and long lines of code are whole, search finds, and no page asks for anything
-outside the site: a server here answers, and forbids the rest by a Content-Security-Policy that reports.
+Formulas are rendered, pictures and long lines of code are whole, search finds, the choice of an environment
+changes the curves, and no page asks for anything outside the site: a server here answers, and forbids the
+rest by a Content-Security-Policy that reports.
 """
 
 import contextlib
@@ -34,9 +35,17 @@ async function look(page) {
   const formulas = all(".math"), searched = page.includes("search.html?");
   if (formulas.length) await frame.contentWindow.MathJax?.startup?.promise;
   for (let i = 0; searched && i < 100 && !all("#search-results li").length; i++) await sleep(100);
+  const choice = inside.getElementById("environment"), curves = () => all("#curves .trace").length;
+  const before = choice && curves();
+  if (choice) {
+    choice.value = "FrozenLake-v1";
+    choice.dispatchEvent(new Event("change"));
+    await sleep(200);
+  }
   const seen = x => x && x.getBoundingClientRect().width > 4 && x.getBoundingClientRect().height > 4;
   const result = {
     page, formulas: formulas.length, found: all("#search-results li").length,
+    curves_missing: choice && !(before > 10 && curves() > 5 && curves() !== before),
     unrendered: formulas.filter(x => !seen(x.querySelector("mjx-container svg"))).map(x => x.textContent),
     wrong: all("[data-mjx-error], mjx-container [fill=red]").map(x => x.closest(".math").textContent),
     pictures_empty_or_not_linked: all("article img").filter(x => !x.naturalWidth || !x.closest("a")).length,

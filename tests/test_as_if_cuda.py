@@ -53,6 +53,9 @@ CASES = {
     "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
+    "maml": ("maml", dict(cg_iterations=3, max_backtracks=2), 64),
+    "maml, ppo": ("maml", dict(outer="ppo", inner_steps=2), 8),
+    "pearl": ("pearl", dict(pre_tanh_reg=0.1), 8),
     "bc": ("bc", {}, 32),  # in 80 steps of the learner, and in 16 epochs, each of which may be the last
     "bc, mse": ("bc", dict(env_kwargs={"actions": "box"}, loss="mse"), 32),
     "sac, choices": ("sac", dict(env_kwargs={"actions": "discrete"}, n_step=3), 0),
@@ -62,7 +65,8 @@ CASES = {
     "crossq, choices": ("crossq", dict(env_kwargs={"actions": "discrete"}, policy_delay=1), 0),
 }
 # Cases that run without a graph, too
-EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq"}
+EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq", "pearl"}
+SOLVERS = r"\b(conjugate_gradient|line_search):\d"  # look at a number before they go on
 PAUSES = {"__init__", "make_adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
@@ -132,7 +136,9 @@ def problems(case: str, compile: bool, device="vgpu", steps=None, change=lambda 
             line: n for line, n in gpu.waits.items() if not PAUSES & set(re.findall(r"\w+(?=:\d)", line))
         }
         updates = [
-            line for line in waits if re.search(r"\bupdate\w*:\d", line) and name not in ("trpo", "es")
+            line
+            for line in waits
+            if re.search(r"\bupdate\w*:\d", line) and not re.search(SOLVERS, line) and name != "es"
         ]
         found += [f"wait in an update: {line}" for line in updates]
         if sum(waits.values()) > got[0]["run"]["env_steps"] / 2 + more_waits:

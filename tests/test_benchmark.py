@@ -181,9 +181,9 @@ def test_speed_takes_turns_and_the_median_of_the_ratios(capsys):
     values = {"ours": iter([200.0, 300.0, 100.0]), "theirs": iter([100.0, 100.0, 100.0])}
 
     def side(name):
-        return lambda pair: order.append(name) or {"steps_per_second": next(values[name])}
+        return lambda: order.append(name) or {"steps_per_second": next(values[name])}
 
-    speed.compare("speed", "task", {"ours": side("ours"), "theirs": side("theirs")}, {}, 3)
+    speed.compare("task", {"ours": side("ours"), "theirs": side("theirs")}, {}, 3)
     assert order == ["ours", "theirs"] * 3
     assert "2.00 times as fast (1.00 to 3.00)" in capsys.readouterr().out
 
@@ -201,7 +201,49 @@ def test_arguments_of_the_speed_tasks_are_those_of_the_scripts(monkeypatch):
     for task in speed.TASKS.values():
         with pytest.raises(SystemExit):
             speed.speed_of_ours(ALGOS / f"{task.algo}.py", task)
-    assert set(seen) == {"ppo", "a2c", "trpo", "dqn", "sac", "ddpg_td3"}
+    assert set(seen) == {"ppo", "ppo_lstm", "a2c", "trpo", "dqn", "sac", "ddpg_td3"}
+
+
+def test_a_bar_is_reached_by_the_middle_of_the_seeds_and_by_four_of_five():
+    passes = tool("run").passes
+    assert passes([500, 500, 500, 480, 100], 475) and passes([-13.0] * 5, -13)
+    assert not passes([500, 500, 500, 100, 100], 475)  # three of five
+    assert not passes([476, 476, 476, 476, 476, 476, 476, 476, 100, 0], 476.5)
+    assert not passes([400, 400, 400, 400, 9000], 475)  # a lucky one
+
+
+def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
+    race = tool("time_to_bar")
+
+    def measured(*scores, bar=10.0, end=""):
+        script = tmp_path / "script.py"
+        prints = "".join(
+            f"time.sleep(0.2); print('step {i} return_mean {x}')\n" for i, x in enumerate(scores)
+        )
+        script.write_text(f"import time\n{prints}{end}")
+        return race.measure([sys.executable, str(script)], bar)
+
+    found = measured(9, 10, 11, 9, 12, 10, 10, 99, end="time.sleep(60)")
+    assert (found["solved"], found["env_steps"]) == (True, 4) and 1 < found["seconds"] < 8
+    assert found["seconds"] < found["trained_seconds"] < 20  # it was stopped
+    found = measured(9, 10, 11)
+    assert (found["solved"], found["env_steps"]) == (True, 1)  # good to its end
+    assert not measured(10, 10, 9)["solved"]
+    with pytest.raises(SystemExit):
+        measured(10, end="raise ValueError")
+
+
+def test_time_to_the_bar_is_measured_and_drawn(tmp_path):
+    race = tool("time_to_bar")
+    for cell in race.RACES:
+        algo, env_id = cell.split()
+        assert load_script(algo).make_args(env_id).eval_episodes  # there is such a script
+    table, picture = tmp_path / "time.csv", tmp_path / "time.png"
+    call("time_to_bar.py", "--cells", "pqn CartPole-v1", "--seeds", 1, "--out", table)
+    (row,) = read(table)
+    assert row["library"] == "plainrl" and float(row["trained_seconds"]) > 1
+    call("time_to_bar.py", "--out", table, "--draw", picture)
+    assert cv2.imread(str(picture)).std() > 5
 
 
 def test_readme_and_docs_show_what_was_measured():

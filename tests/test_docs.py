@@ -1,9 +1,14 @@
 """What README and docs/ name exists: commands, files, options, metrics; and their examples run."""
 
 import ast
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 from conftest import ALGOS, NAMES, ROOT, load_script, progress, tiny
@@ -41,7 +46,8 @@ def test_commands_name_existing_files_and_options(page):
                 word[2:].partition("=")[0] for word in words[words.index(scripts[0]) :] if word[:2] == "--"
             }
             given = {name.removeprefix("no-") for name in given}
-            if page.name != "recipes.md" and not {"tests/shared_code.py", "benchmark/run.py"} & set(words):
+            others = {"tests/shared_code.py", "benchmark/run.py", "benchmark/tune.py"}
+            if page.name != "recipes.md" and not others & set(words):
                 assert given <= names, f"{page.name}: {line}"
 
 
@@ -97,6 +103,39 @@ def test_python_of_the_readme_trains_tuned(empty_folder, monkeypatch):
     names = {}
     exec(example.replace("total_timesteps=50_000", "total_timesteps=1024"), names)
     assert names["args"].num_envs == 8 and len(names["returns"]) == 10
+
+
+def test_tutorials_run_as_they_stand(empty_folder):
+    """Every block in its order, each training a little longer than the one before."""
+    for folder in ("algos", "benchmark"):
+        shutil.copytree(
+            ROOT / folder, folder, ignore=shutil.ignore_patterns("runs", "results", "__pycache__")
+        )
+    text, steps = (ROOT / "docs/tutorials.md").read_text(), iter(range(2048, 10**6, 2048))
+    text = re.sub(r"((?:total.time)?steps[ =])(\d[\d_]+)", lambda found: f"{found[1]}{next(steps)}", text)
+    text = text.replace("--seeds 5", "--seeds 1")
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for language, block in re.findall(r"^```(\w+)\n(.*?)^```", text, re.M | re.S):
+        if language == "bash":
+            command = ["bash", "-euo", "pipefail", "-c", block]
+        elif file := re.match(r"# (\w+\.py)\n", block):
+            Path(file[1]).write_text(block)
+            continue
+        elif block.startswith("    def encode"):  # a method of Agent in a copy of ppo.py
+            source = Path("algos/ppo.py").read_text()
+            source, count = re.subn(
+                r"    def encode\(.*?\n\n", lambda _, new=block: f"{new}\n", source, flags=re.S
+            )
+            assert count == 1
+            Path("own.py").write_text(source)
+            command = [sys.executable, "own.py", "--total-timesteps", "2048", "--run-dir", "runs/own"]
+        else:
+            command = [sys.executable, "-c", block]
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, f"{block}\n{done.stdout}{done.stderr}"
+    films = [path for path in Path("runs/demo/models/videos").iterdir() if path.stat().st_size > 1000]
+    assert len(films) == len([*Path("runs/demo/models").glob("*.pt")]) >= 2
+    assert Path("compared").is_dir() and Path("runs/own/best.pt").exists()
 
 
 def test_recipes_are_told():

@@ -144,7 +144,8 @@ def test_too_large_a_buffer_is_refused_but_playing_needs_none(both, monkeypatch)
 @pytest.mark.parametrize("name, critics", [("ddpg", 1), ("td3", 2), ("sac", 2), ("tqc", 10), ("crossq", 2)])
 def test_critics_learn_the_endless_sum_where_episodes_are_only_truncated(name, critics, seen):
     own = dict(algorithm=name) if name in ("ddpg", "td3") else dict(auto_alpha=False, alpha=1e-8)
-    changes = dict(gamma=0.8, learning_rate=0.01, tau=0.1, total_timesteps=800, buffer_size=1000)
+    own |= dict(learning_rate=0.003, anneal_lr=True) if name == "crossq" else dict(learning_rate=0.01)
+    changes = dict(gamma=0.8, tau=0.1, total_timesteps=800, buffer_size=1000)
     quick(load_script(name) if "alpha" in own else td3, "Ones", **changes, **own)
     value = seen["agent"].eval().critic(torch.zeros(1, 4), torch.zeros(1, 1)).flatten()
     assert value.tolist() == pytest.approx([5.0] * critics, rel=0.05)  # ten steps would be 4.5 at most

@@ -518,8 +518,9 @@ def test_each_step_of_trpo_keeps_to_its_limit_and_improves(trpo):
     rows = updates()
     taken = [row for row in rows if row["policy/accepted"]]
     assert len(taken) >= 8
+    assert np.median([row["policy/kl"] for row in taken]) > 0.01  # steps go as far as they may
     for row in taken:
-        assert 0.004 < row["policy/kl"] <= 0.02 and row["policy/improvement"] > 0
+        assert 0 < row["policy/kl"] <= 0.02 and row["policy/improvement"] > 0
         assert row["policy/expected_improvement"] > 0 and 0 < row["policy/step_share"] <= 1
     assert all(
         row["policy/kl"] == 0 == row["policy/improvement"] for row in rows if not row["policy/accepted"]

@@ -170,7 +170,7 @@ def test_random_steps_fill_the_normalizer_once_and_then_episodes_start_anew(rnd)
 
 def test_a_grid_whose_reward_is_far_away(rnd, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    env = rnd.make_envs(rnd.Args(env_id="benchmark.sparse_grid:SparseGrid-v0"), 1)
+    env = rnd.make_envs(rnd.Args(env_id="benchmark.hidden_envs:SparseGrid-v0"), 1)
     obs, _ = env.reset()
     assert obs.shape == (1, 48) and obs.sum() == 2
     way = [1] * 8 + [0] * 10 + [3] * 8 + [0] * 10 + [1] * 8 + [0] * 10 + [3] * 8 + [0] * 8

@@ -577,6 +577,7 @@ def test_each_start_is_in_environment_json_and_changed_source_lies_beside_the_ol
     assert [path.name for path in Path("run").glob("*.py")] == ["ppo.py"]
     copy = Path("changed.py")
     copy.write_text(Path(ppo.__file__).read_text() + "\n# changed\n")
+    monkeypatch.setitem(sys.modules, "ppo", ppo)  # a tool of benchmark/ may have loaded its own
     monkeypatch.setattr(ppo, "__file__", str(copy))
     ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "512"]))
     assert sorted(path.name for path in Path("run").glob("*.py")) == ["changed-448.py", "ppo.py"]

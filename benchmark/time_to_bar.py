@@ -1,0 +1,236 @@
+"""Seconds from the command until a policy is good, beside Stable-Baselines3 (TRPO: sb3-contrib) with the
+tuned settings of RL Baselines3 Zoo: what a user feels.
+
+    python benchmark/time_to_bar.py --cells "ppo CartPole-v1" "sac Pendulum-v1" --seeds 3
+    python benchmark/time_to_bar.py --draw docs/img/time_to_bar.png
+
+Both sides have their own best settings and are scored alike: every so many steps 20 greedy episodes, all at
+once. The clock runs from the start of the process to the first of three scores in a row that reach the bar,
+or of the last ones of a training that ends before. The sides take turns; nothing else may run meanwhile.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib import ticker
+from plot import COLOURS, STYLE, plt, save
+from run import ROOT, commit, cpu_name, replace_rows, rows_of
+from speed import OURS, SB3
+
+COLUMNS = """
+    cell library seed bar seconds env_steps solved trained_seconds torch gymnasium library_version cpu cores
+    git_commit
+""".split()
+EPISODES, IN_A_ROW = 20, 3
+SCORE = re.compile(r"step (\d+) return_mean (\S+)")
+
+
+class Race(NamedTuple):
+    bar: float
+    eval_every: int  # environment steps
+    peer: dict | None = None  # Zoo's settings, hyperparams/{algo}.yml, commit 22e3ff2; None: ours alone
+
+
+LINEAR = lambda start: {"linear": start}  # falls to 0 with the steps
+WIDE = dict(policy_kwargs=dict(net_arch=[256, 256]))
+DQN = dict(
+    learning_rate=6.3e-4, batch_size=128, buffer_size=50_000, learning_starts=0, target_update_interval=250,
+    train_freq=4, gradient_steps=-1, exploration_fraction=0.12, exploration_final_eps=0.1, **WIDE,
+)  # fmt: skip
+NORMAL_NOISE = dict(noise=0.1, policy_kwargs=dict(net_arch=[400, 300]))
+RACES = {
+    "ppo CartPole-v1": Race(475, 5_000, dict(
+        total=100_000, n_envs=8, n_steps=32, batch_size=256, gae_lambda=0.8, gamma=0.98, n_epochs=20,
+        learning_rate=LINEAR(1e-3), clip_range=LINEAR(0.2))),
+    "ppo Acrobot-v1": Race(-100, 10_000, dict(
+        total=1_000_000, n_envs=16, normalize=True, n_steps=256, gae_lambda=0.94, n_epochs=4)),
+    "ppo Pendulum-v1": Race(-200, 10_000, dict(
+        total=100_000, n_envs=4, n_steps=1024, gamma=0.9, learning_rate=1e-3, use_sde=True,
+        sde_sample_freq=4)),
+    "ppo LunarLander-v3": Race(200, 50_000, dict(
+        total=1_000_000, n_envs=16, n_steps=1024, batch_size=64, gae_lambda=0.98, gamma=0.999, n_epochs=4,
+        ent_coef=0.01)),
+    "dqn CartPole-v1": Race(475, 5_000, dict(
+        total=50_000, learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1_000,
+        target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
+        exploration_final_eps=0.04, **WIDE)),
+    "dqn Acrobot-v1": Race(-100, 5_000, dict(total=100_000, **DQN)),
+    "dqn LunarLander-v3": Race(200, 20_000, dict(total=100_000, **DQN)),
+    "a2c CartPole-v1": Race(475, 10_000, dict(total=500_000, n_envs=8)),
+    "trpo Pendulum-v1": Race(-200, 10_000, dict(
+        total=100_000, n_envs=2, n_steps=1024, gamma=0.9, n_critic_updates=15, use_sde=True,
+        sde_sample_freq=4)),
+    "sac Pendulum-v1": Race(-180, 1_000, dict(total=20_000, learning_rate=1e-3)),
+    "sac LunarLanderContinuous-v3": Race(200, 10_000, dict(
+        total=500_000, learning_rate=LINEAR(7.3e-4), tau=0.01, learning_starts=10_000,
+        policy_kwargs=dict(net_arch=[400, 300]))),
+    "ddpg_td3 Pendulum-v1": Race(-180, 1_000, dict(
+        total=20_000, gamma=0.98, buffer_size=200_000, learning_starts=10_000, **NORMAL_NOISE)),
+    "ddpg_td3 LunarLanderContinuous-v3": Race(200, 10_000, dict(
+        total=300_000, gamma=0.98, buffer_size=200_000, learning_starts=10_000, **NORMAL_NOISE)),
+    # newer algorithms beside their parents
+    "pqn CartPole-v1": Race(475, 5_000), "pqn Acrobot-v1": Race(-100, 10_000),
+    "pqn LunarLander-v3": Race(200, 50_000),
+    "tqc Pendulum-v1": Race(-180, 1_000), "crossq Pendulum-v1": Race(-180, 1_000),
+}  # fmt: skip
+PEERS = {"ddpg_td3": ("stable_baselines3", "TD3"), "trpo": ("sb3_contrib", "TRPO")}
+
+
+# ------------------------------------------------------------------------------------------------ both sides
+def measure(words: list[str], bar: float) -> dict:
+    """Runs a training that prints its scores until it has passed the bar, or to its end."""
+    env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
+    start, passed, lines = time.perf_counter(), [], []
+    with subprocess.Popen([words[0], "-u", *words[1:]], **pipes) as process:
+        for line in process.stdout:
+            lines.append(line)
+            if score := SCORE.search(line):
+                good = float(score[2]) >= bar
+                passed = [*passed, (time.perf_counter() - start, int(score[1]))] if good else []
+            if len(passed) == IN_A_ROW:
+                process.kill()
+                break
+    if process.returncode > 0:
+        sys.exit(f"time_to_bar.py: exit code {process.returncode} of {' '.join(words)[:200]}\n{lines[-1]}")
+    seconds, steps = passed[0] if passed else ("", "")
+    versions = next((json.loads(line) for line in lines if line.startswith("{")), {})
+    trained = round(time.perf_counter() - start, 2)
+    seconds = round(seconds, 2) if passed else ""
+    return versions | dict(seconds=seconds, env_steps=steps, solved=bool(passed), trained_seconds=trained)
+
+
+def ours(cell: str, seed: int) -> dict:
+    algo, env_id = cell.split()
+    with tempfile.TemporaryDirectory() as folder:
+        words = [sys.executable, f"algos/{algo}.py", "--env-id", env_id, "--seed", str(seed)]
+        words += ["--device", "cpu", "--eval-every", str(RACES[cell].eval_every), "--run-dir", folder]
+        return measure([*words, "--eval-episodes", str(EPISODES)], RACES[cell].bar)
+
+
+def theirs(cell: str, seed: int, python: str) -> dict:
+    return measure([python, str(Path(__file__).resolve()), "--peer", cell, str(seed)], RACES[cell].bar)
+
+
+def run_peer(cell: str, seed: int) -> None:
+    """The side of Stable-Baselines3, in a process of its own; prints its scores as our scripts do."""
+    from stable_baselines3.common.callbacks import EvalCallback
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.noise import NormalActionNoise
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    class Scores(EvalCallback):
+        def _on_step(self) -> bool:
+            super()._on_step()
+            if self.n_calls % self.eval_freq == 0:
+                print(f"step {self.num_timesteps} return_mean {self.last_mean_reward:.5g}", flush=True)
+            return True
+
+    algo, env_id = cell.split()
+    race, settings = RACES[cell], dict(RACES[cell].peer)
+    module, name = PEERS.get(algo, ("stable_baselines3", algo.upper()))
+    library = importlib.import_module(module)
+    print(json.dumps(dict(library_version=library.__version__)))
+    total, n_envs = settings.pop("total"), settings.pop("n_envs", 1)
+    envs = make_vec_env(env_id, n_envs=n_envs, seed=seed)
+    judges = make_vec_env(env_id, n_envs=EPISODES, seed=10_000_000)
+    if settings.pop("normalize", False):
+        envs, judges = VecNormalize(envs), VecNormalize(judges, training=False, norm_reward=False)
+    for key, value in settings.items():
+        if isinstance(value, dict) and "linear" in value:
+            settings[key] = lambda left, start=value["linear"]: start * left
+    if noise := settings.pop("noise", None):
+        size = envs.action_space.shape[0]
+        settings["action_noise"] = NormalActionNoise([0.0] * size, [noise] * size)
+    model = getattr(library, name)("MlpPolicy", envs, device="cpu", seed=seed, **settings)
+    judge = Scores(
+        judges, eval_freq=race.eval_every // n_envs, n_eval_episodes=EPISODES, verbose=0, warn=False
+    )
+    model.learn(total, callback=judge)
+
+
+# --------------------------------------------------------------------------------------------------- results
+def compare(cell: str, args: argparse.Namespace) -> None:
+    """Lets the sides take turns, one seed after the other, and writes their rows."""
+    sides, rows = {OURS: lambda seed: ours(cell, seed)}, []
+    if RACES[cell].peer:
+        sides[SB3] = lambda seed: theirs(cell, seed, args.sb3_python)
+    about = dict(cell=cell, bar=RACES[cell].bar, cpu=cpu_name(), cores=os.cpu_count(), git_commit=commit())
+    about |= {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium")}
+    for seed in range(1, args.seeds + 1):
+        for library, side in sides.items():
+            rows.append(about | dict(library=library, seed=seed) | side(seed))
+            result = f"{rows[-1]['seconds']} s" if rows[-1]["solved"] else "never good"
+            print(
+                f"{cell} seed {seed} {library}: {result} (trained {rows[-1]['trained_seconds']} s)",
+                flush=True,
+            )
+    order = lambda row: (row["cell"], row["library"], int(row["seed"]))
+    replace_rows(args.out, COLUMNS, rows, lambda row: (row["cell"], int(row["seed"])), order)
+    of = lambda library: [float(row["seconds"] or "inf") for row in rows if row["library"] == library]
+    medians = [statistics.median(of(library)) for library in sides]
+    if len(medians) == 2:
+        ratio = medians[1] / medians[0]
+        print(f"{cell}: {medians[0]:.1f} s and {medians[1]:.1f} s (medians), {ratio:.2f} times as fast")
+
+
+def draw(rows: list[dict], out: Path) -> None:
+    """A line for each cell: dots are seeds, strokes their medians; a seed that never passed is not drawn."""
+    plt.rcParams.update(STYLE)
+    cells = [cell for cell in RACES if any(row["cell"] == cell for row in rows)]
+    figure, axes = plt.subplots(figsize=(9, 0.42 * len(cells) + 1.4))
+    legend = {}
+    for line, cell in enumerate(reversed(cells)):
+        for library, shift, colour in ((OURS, 0.15, COLOURS[0]), (SB3, -0.15, COLOURS[1])):
+            found = [row for row in rows if row["cell"] == cell and row["library"] == library]
+            seconds = [float(row["seconds"]) for row in found if row["seconds"]]
+            axes.plot(seconds, [line + shift] * len(seconds), "o", color=colour, alpha=0.6, markersize=5)
+            if seconds:
+                axes.plot(
+                    [statistics.median(seconds)], [line + shift], "|", color=colour, markersize=14, mew=3
+                )
+            if len(seconds) < len(found):
+                text = f"  {len(seconds)} of {len(found)} passed"
+                axes.text(max(seconds, default=1), line + shift, text, va="center", fontsize=8, color=colour)
+            legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
+    axes.set_yticks(range(len(cells)), [f"{cell} to {RACES[cell].bar:g}" for cell in reversed(cells)])
+    axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
+    axes.set_ylim(-0.6, len(cells) - 0.4)
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    save(figure, "Time until the policy is good, each with its own best settings", out, legend)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--cells", nargs="+", choices=RACES, default=list(RACES), help="what to measure")
+    parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to N on each side")
+    parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "benchmark/results/time_to_bar.csv", help="the CSV"
+    )
+    parser.add_argument("--draw", type=Path, help="measure nothing; draw what the CSV has")
+    parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # in the process of the peer
+    args = parser.parse_args()
+    if args.peer:
+        run_peer(args.peer[0], int(args.peer[1]))
+    elif args.draw:
+        draw(rows_of(args.out), args.draw)
+    else:
+        for cell in args.cells:
+            compare(cell, args)
+
+
+if __name__ == "__main__":
+    main()
