@@ -514,11 +514,13 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Pendulum: own trials; the rest was not run yet. Critics of 2048 units need a GPU: two cores carry 128 or 256
+# Own trials. Critics of 2048 units, the paper's, need a GPU: two cores carry 128 or 256
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         critic_sizes=(128, 128), batch_size=128, updates_per_step=0.5, eval_every=2_500),
-    "LunarLanderContinuous-v3": dict(total_timesteps=200_000, critic_sizes=(256, 256)),
+    "LunarLanderContinuous-v3": dict(total_timesteps=200_000, anneal_lr=True, n_step=3, hidden_sizes=(64, 64),
+                                     critic_sizes=(128, 128), batch_size=128, updates_per_step=0.5,
+                                     eval_every=20_000),
     "mujoco": dict(eval_every=20_000, checkpoint_every=100_000, torch_threads=2),
 }  # fmt: skip
 
