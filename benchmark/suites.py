@@ -129,11 +129,6 @@ SUITES = {
         Cell("pearl", "SparsePointRobot-v0", 400_000, seeds=3, bar=9),
         Cell("pearl", "HalfCheetahVel-v0", 100_000, seeds=1),
     ],
-    # Sample efficiency on one family; benchmark/meta.py draws it.
-    "meta": [
-        Cell("pearl", "PointRobot-v0", 240_000, seeds=3, bar=-8),
-        Cell("maml", "PointRobot-v0", 400_000, 3, None, ("--horizon", "20", "--eval-every", "40000")),
-    ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
     "caps": [
         Cell("sac", "Pendulum-v1", 40_000, seeds=5, bar=-160),
@@ -208,6 +203,11 @@ SUITES = {
         Cell("maml", "PointNavigation-v0", 1_600_000, 3, None, (*MAML_ADAM, "vpg"), "vpg"),
         Cell("maml", "PointNavigation-v0", 800_000, 3, None, ("--inner-steps", "0"), "no_adaptation"),
         Cell("maml", "HalfCheetahDir-v0", 400_000, 1, None, ("--eval-every", "80000")),
+    ],
+    # Sample efficiency on one family; benchmark/meta.py draws it.
+    "meta": [
+        Cell("pearl", "PointRobot-v0", 240_000, seeds=3, bar=-8),
+        Cell("maml", "PointRobot-v0", 400_000, 3, None, ("--horizon", "20", "--eval-every", "40000")),
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=5, bar=475),
