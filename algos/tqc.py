@@ -505,13 +505,13 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Pendulum: own trials. LunarLander and mujoco: as sac.py; what HalfCheetah and Hopper drop: the paper
+# Pendulum, LunarLander: own trials. mujoco: as sac.py; what HalfCheetah and Hopper drop: the paper
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, num_critics=2, updates_per_step=0.5,
                         eval_every=2_500),
-    "LunarLanderContinuous-v3": dict(total_timesteps=300_000, learning_rate=7.3e-4, anneal_lr=True, tau=0.01,
-                                     n_step=3, hidden_sizes=(64, 64), batch_size=128, num_critics=2,
+    "LunarLanderContinuous-v3": dict(total_timesteps=300_000, learning_rate=5e-4, anneal_lr=True, tau=0.01,
+                                     n_step=3, hidden_sizes=(128, 128), batch_size=128, num_critics=2,
                                      num_quantiles=10, dropped_quantiles=1, updates_per_step=0.5,
                                      eval_every=20_000),
     "HalfCheetah-v5": dict(dropped_quantiles=0),
