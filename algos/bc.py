@@ -540,7 +540,7 @@ TUNED = {
     "Pendulum-v1": dict(total_timesteps=10_000, expert_episodes=20, loss="mse", activation="relu"),
     "HalfCheetah-v5": dict(total_timesteps=10_000, expert_episodes=20, loss="mse", batch_size=256,
                            hidden_sizes=(256, 256), activation="relu", normalize_obs=True, eval_every=2_500),
-}
+}  # fmt: skip
 
 
 # ------------------------------------------------------------------ utilities, the same text in every script
