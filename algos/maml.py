@@ -418,7 +418,7 @@ def make_rollout(steps, tasks, args, device):
         "reward": rollout["reward"][counted],
         "explained_variance": 1 - advantage[counted].var() / return_[counted].var().clamp(min=1e-8),
     }  # fmt: skip
-    advantage -= (weight * advantage).sum(dim=1, keepdim=True)
+    # their mean is 0 already, for the baseline has a constant
     advantage /= (weight * advantage.square()).sum(dim=1, keepdim=True).sqrt() + 1e-8
     batch = dict(obs=obs, action=action.flatten(0, 1), advantage=advantage, weight=weight)
     return {name: to_tensor(x, device) for name, x in batch.items()} | about
