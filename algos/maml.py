@@ -72,7 +72,6 @@ class Args:
     eval_seed: int = 10_000_000  # seed of all evaluations and their tasks
     sample_actions: bool = False  # evaluations draw the actions that they score, too
     capture_video: bool = False  # film a task of each evaluation, before and after one step
-    render: bool = False  # show it in a window
     track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # tasks
@@ -432,35 +431,28 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     what is measured there, and the mean return after each number of steps; the first task becomes the film,
     before and after one step. Training is untouched: own environments, own random numbers.
     """
-    n, envs_of_each, show, writer = args.eval_episodes, args.episodes_per_task + 1, film or args.render, None
+    n, envs_of_each = args.eval_episodes, args.episodes_per_task + 1
     scored = np.arange(n * envs_of_each) % envs_of_each == 0
     states = random.getstate(), np.random.get_state()
     totals = np.zeros((args.eval_inner_steps + 1, 5, n))  # return, discounted, length, termination, success
     agent.eval()
 
-    def show_frame(playing):
-        nonlocal writer
-        if not show or not playing[0] or len(rollouts) > 1:
-            return
-        frame, fps = envs.envs[0].render(), envs.metadata.get("render_fps") or 15
-        if not isinstance(frame, np.ndarray):
-            raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-        frame = np.ascontiguousarray(frame[..., ::-1])
-        if film and not writer:  # VP9: browsers play it
-            codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
-            writer = cv2.VideoWriter(str(film), codec, fps, size)
-        if film:
-            writer.write(frame)
-        if args.render:
-            cv2.imshow(args.env_id, frame)
-            cv2.waitKey(round(1000 / fps))
+    def film_frame(playing):
+        if film and playing[0] and len(rollouts) < 2:
+            writer.write(np.ascontiguousarray(envs.envs[0].render()[..., ::-1]))  # blue first, for OpenCV
 
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
         tasks = sample_tasks(args, n, np.random.default_rng(args.eval_seed))
-        render = {"render_mode": "rgb_array"} if show else {}
+        render = {"render_mode": "rgb_array"} if film else {}
         envs = make_task_envs(replace(args, async_envs=False), tasks, envs_of_each, **render)
         envs.reset(seed=args.eval_seed)
+        if film:
+            frame = envs.envs[0].render()
+            if not isinstance(frame, np.ndarray):
+                raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
+            codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
+            writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])  # VP9: browsers play it
         rollouts = []
         for total in totals:
             params = adapt(agent, n, rollouts, args)
@@ -469,7 +461,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
                 drawn, best = (agent.act(obs, info, x, params) for x in (False, not args.sample_actions))
                 return np.where(scored.reshape(-1, *[1] * (drawn.ndim - 1)), best, drawn)
 
-            steps = play_episodes(envs, act, show_frame, stopped)
+            steps = play_episodes(envs, act, film_frame, stopped)
             if stopped():
                 break
             for t, step in enumerate(steps):
@@ -869,10 +861,7 @@ class Run:
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = "git describe --always --dirty"
-        git = subprocess.run(
-            git, shell=True, cwd=script.parent, capture_output=True, text=True
-        ).stdout.strip()
+        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

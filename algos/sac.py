@@ -22,11 +22,11 @@ Differences from the paper:
 # requires-python = ">=3.10"
 # dependencies = [
 #     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
-#     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+#     "opencv-python>=5", "psutil", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
 
-import contextlib, copy, errno, importlib, json, math, os, platform, random, re, shutil, signal, subprocess
+import contextlib, copy, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
 import sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -37,6 +37,7 @@ from typing import Annotated, Literal, get_args, get_type_hints
 import cv2
 import gymnasium as gym
 import numpy as np
+import psutil
 import torch
 import torch.nn as nn
 import tyro
@@ -69,7 +70,6 @@ class Args:
     sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
-    render: bool = False  # show an episode of each evaluation in a window
     track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
@@ -704,18 +704,9 @@ class BatchGraph:
         return dict(self.result)  # in the memory of the graph, where the next replay writes too
 
 
-def free_memory(device: torch.device) -> float:
-    """Bytes that can still be allocated on the device; infinity where the system does not tell."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    limits, info, group = [math.inf], Path("/proc/meminfo"), Path("/sys/fs/cgroup")
-    if info.exists():  # Linux
-        limits.append(1024 * int(re.search(r"MemAvailable:\s+(\d+) kB", info.read_text())[1]))
-    if (limit := group / "memory.max").exists() and limit.read_text().strip().isdigit():  # of a container
-        cache = re.findall(r"^(?:in)?active_file (\d+)", (group / "memory.stat").read_text(), re.MULTILINE)
-        used = int((group / "memory.current").read_text()) - sum(map(int, cache))
-        limits.append(int(limit.read_text()) - used)
-    return min(limits)
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device; a limit of a container is not seen."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
 def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
@@ -725,34 +716,28 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     untouched: own environments, own random numbers.
     """
     n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
-    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-    playing, t = np.ones(n, dtype=bool), 0
+    playing, t, states = np.ones(n, dtype=bool), 0, (random.getstate(), np.random.get_state())
     agent.eval()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        render = {"render_mode": "rgb_array"} if film and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)
         obs, info = envs.reset(seed=args.eval_seed)
-        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+        if film and atari:  # a vector of games is gray: a twin in colour plays the same game
             twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
             twin.reset(seed=args.eval_seed)
         while playing.any() and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            if show and playing[0]:
+            if film and playing[0]:
                 frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
                 if not isinstance(frame, np.ndarray):
                     raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
-                if film and not writer:  # VP9: browsers play it
-                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
-                    writer = cv2.VideoWriter(str(film), codec, fps, size)
-                if film:
-                    writer.write(frame)
-                if args.render:
-                    cv2.imshow(args.env_id, frame)
-                    cv2.waitKey(round(1000 / fps))
+                if t == 0:  # VP9: browsers play it
+                    codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
+                    writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
+                writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
             success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
             totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
             playing &= ~(terminated | truncated)
@@ -842,10 +827,7 @@ class Run:
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = "git describe --always --dirty"
-        git = subprocess.run(
-            git, shell=True, cwd=script.parent, capture_output=True, text=True
-        ).stdout.strip()
+        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

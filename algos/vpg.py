@@ -67,7 +67,6 @@ class Args:
     eval_seed: int = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
     capture_video: bool = False  # film an episode of each evaluation
-    render: bool = False  # show an episode of each evaluation in a window
     track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
@@ -592,34 +591,28 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
     untouched: own environments, own random numbers.
     """
     n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
-    show, writer, twin, states = film or args.render, None, None, (random.getstate(), np.random.get_state())
     totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-    playing, t = np.ones(n, dtype=bool), 0
+    playing, t, states = np.ones(n, dtype=bool), 0, (random.getstate(), np.random.get_state())
     agent.eval()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        render = {"render_mode": "rgb_array"} if show and not atari else {}
+        render = {"render_mode": "rgb_array"} if film and not atari else {}
         envs = make_envs(replace(args, async_envs=False), n, **render)
         obs, info = envs.reset(seed=args.eval_seed)
-        if show and atari:  # a vector of games is gray: a twin in colour plays the same game
+        if film and atari:  # a vector of games is gray: a twin in colour plays the same game
             twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
             twin.reset(seed=args.eval_seed)
         while playing.any() and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            if show and playing[0]:
+            if film and playing[0]:
                 frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
                 if not isinstance(frame, np.ndarray):
                     raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-                frame, fps = np.ascontiguousarray(frame[..., ::-1]), envs.metadata.get("render_fps") or 15
-                if film and not writer:  # VP9: browsers play it
-                    codec, size = cv2.VideoWriter_fourcc(*"vp09"), frame.shape[1::-1]
-                    writer = cv2.VideoWriter(str(film), codec, fps, size)
-                if film:
-                    writer.write(frame)
-                if args.render:
-                    cv2.imshow(args.env_id, frame)
-                    cv2.waitKey(round(1000 / fps))
+                if t == 0:  # VP9: browsers play it
+                    codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
+                    writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
+                writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
             success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
             totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
             playing &= ~(terminated | truncated)
@@ -709,10 +702,7 @@ class Run:
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = "git describe --always --dirty"
-        git = subprocess.run(
-            git, shell=True, cwd=script.parent, capture_output=True, text=True
-        ).stdout.strip()
+        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),

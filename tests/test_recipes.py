@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cv2
 import pytest
 import torch
 from torch.nn import functional as F
@@ -129,3 +130,11 @@ def test_softplus_entropy_hardly_pushes_a_narrow_policy(cook, tmp_path):
     other = runs(plain, tmp_path / "plain", **changes)
     widths = [float(plain.load(path)["agent"]["head.log_std"]) for path in (run, other)]
     assert widths[0] < -7.8 < -7.5 < widths[1]
+
+
+def test_a_window_shows_the_first_episode(cook, tmp_path, monkeypatch):
+    ppo, shown = cook("ppo_render"), []
+    monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
+    monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
+    runs(ppo, tmp_path / "run", "probe_envs:Ones-v0", render=True, eval_episodes=3)
+    assert shown == [("probe_envs:Ones-v0", (48, 64, 3)), 50] * 10 and not (tmp_path / "run/videos").exists()

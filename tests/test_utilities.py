@@ -425,15 +425,6 @@ def test_what_cannot_be_filmed_is_refused_before_training(ppo, capsys):
     assert not Path("run/checkpoint.pt").exists()
 
 
-def test_a_window_shows_the_first_episode(ppo, monkeypatch):
-    shown = []
-    monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
-    monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
-    ppo.train(tiny(ppo, env_id="probe_envs:Ones-v0", env_kwargs={}, total_timesteps=64))
-    assert call_main(ppo, "--evaluate", "run", "--render") == 0
-    assert shown == [("probe_envs:Ones-v0", (48, 64, 3)), 50] * 10 and not Path("run/videos").exists()
-
-
 def test_films_without_a_display_ask_mujoco_for_egl(ppo, monkeypatch, capsys):
     monkeypatch.delenv("DISPLAY", raising=False)
     monkeypatch.delenv("MUJOCO_GL", raising=False)
