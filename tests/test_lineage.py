@@ -9,8 +9,8 @@ from shared_code import definitions
 
 LINES = {  # of a whole file
     "q_learning": 700, "pqn": 770, "reinforce": 770, "es": 800, "vpg": 850, "a2c": 880, "ppo": 900,
-    "trpo": 910, "ppo_lstm": 930, "bc": 960, "ppo_rnd": 960, "ddpg_td3": 970, "sac": 970, "crossq": 990, "tqc": 990,
-    "maml": 1010, "dqn": 1020, "pearl": 1150,
+    "trpo": 910, "ppo_lstm": 930, "bc": 960, "ppo_rnd": 960, "ddpg_td3": 970, "sac": 970, "crossq": 990,
+    "tqc": 990, "maml": 1010, "dqn": 1020, "pearl": 1150,
 }  # fmt: skip
 UTILITIES = 470  # from their rule line to main
 RULE, TRAIN = 140, 220  # the line before which the learning rule and train begin
