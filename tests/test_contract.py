@@ -142,8 +142,10 @@ def test_every_tuned_entry_is_valid_and_starts(script, monkeypatch):
         raise Started
 
     monkeypatch.setattr(script, "Run", run)  # comes after all checks, environments, networks and buffers
-    small = dict(device="cpu", buffer_size=2000) if has(script, "buffer_size") else dict(device="cpu")
     for key, values in script.TUNED.items():
+        small = dict(device="cpu") | (dict(num_envs=4) if key == "atari" else {})  # games take long to start
+        if has(script, "buffer_size"):
+            small["buffer_size"] = 2000
         args = script.make_args(FAMILIES.get(key, key), **small)
         if has(script, "expert"):
             args.expert = make_expert(args)
