@@ -37,6 +37,7 @@ PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end"
 MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 SMALL = (*ONE_THREAD, "--batch-size", "128")  # what one core carries in a quarter of an hour
+SMALL_TQC = ("--num-critics", "2", "--num-quantiles", "10", "--learning-rate", "1e-3")
 CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
 DDPG = ("--algorithm", "ddpg")
 TWIN = (*DDPG, "--twin-critics", "True")
@@ -116,7 +117,7 @@ SUITES = {
     "tqc": [
         Cell("tqc", "Pendulum-v1", 20_000, seeds=5, bar=-155),
         Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=5, bar=260),
-        Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--num-critics", "2")),
+        Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, *SMALL_TQC)),
     ],
     "crossq": [
         Cell("crossq", "Pendulum-v1", 20_000, seeds=5, bar=-155),
