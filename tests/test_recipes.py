@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import cv2
+import probe_envs
 import pytest
 import torch
 from torch.nn import functional as F
@@ -136,5 +137,10 @@ def test_a_window_shows_the_first_episode(cook, tmp_path, monkeypatch):
     ppo, shown = cook("ppo_render"), []
     monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
     monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
-    runs(ppo, tmp_path / "run", "probe_envs:Ones-v0", render=True, eval_episodes=3)
-    assert shown == [("probe_envs:Ones-v0", (48, 64, 3)), 50] * 10 and not (tmp_path / "run/videos").exists()
+    runs(ppo, tmp_path / "run", "probe_envs:Boundary-v0", render=True, eval_episodes=3)
+    length = probe_envs.boundary_length(0, 0)
+    assert (
+        shown[::2] == [("probe_envs:Boundary-v0", (48, 64, 3))] * length
+        and not (tmp_path / "run/videos").exists()
+    )
+    assert set(shown[1::2]) == {50}  # milliseconds
