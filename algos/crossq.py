@@ -514,7 +514,7 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Own trials; mujoco was not run. Critics of 2048 units, the paper's, need a GPU: two cores carry 128 or 256
+# Own trials. Critics of 2048 units, the paper's, need a GPU: two cores carry 128, and 256 on HalfCheetah
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         critic_sizes=(128, 128), batch_size=128, updates_per_step=0.5, eval_every=2_500),

@@ -505,8 +505,8 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Own trials; mujoco: as sac.py; drops of two tasks: the paper. The gradient of a quantile is bounded, however
-# far it is from its target: rewards of LunarLander, hundreds, are scaled down, or it takes long to get there.
+# Own trials; mujoco as in sac.py, what HalfCheetah and Hopper drop from the paper. LunarLander pays a hundred
+# for a landing: scaled down, for the gradient of a quantile is bounded, however far it is from its target.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, num_critics=2, updates_per_step=0.5,

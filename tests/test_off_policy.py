@@ -6,7 +6,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import checkpoint, equal, load_script, progress, tiny
+from conftest import call_main, checkpoint, equal, load_script, progress, tiny
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
 
@@ -138,6 +138,11 @@ def test_too_large_a_buffer_is_refused_but_playing_needs_none(both, monkeypatch)
     assert np.array_equal(both.train(both.parse_args(["--evaluate", "run"])), trained)
     with pytest.raises(both.UsageError, match="--buffer-size"):
         both.train(both.parse_args(["--resume", "run"]))
+
+
+def test_a_buffer_that_no_machine_can_hold_is_refused(both, capsys):
+    assert call_main(both, "--device", "cpu", "--buffer-size", "100_000_000_000_000") == 2
+    assert "--buffer-size" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------- critics
