@@ -112,7 +112,7 @@ SUITES = {
         Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
         Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=5),
-        Cell("sac", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
+        Cell("sac", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--learning-rate", "1e-3")),
     ],
     "tqc": [
         Cell("tqc", "Pendulum-v1", 20_000, seeds=5, bar=-155),
@@ -205,7 +205,8 @@ SUITES = {
         Cell("maml", "PointNavigation-v0", 800_000, 3, None, (*MAML_ADAM, "ppo"), "ppo"),
         Cell("maml", "PointNavigation-v0", 1_600_000, 3, None, (*MAML_ADAM, "vpg"), "vpg"),
         Cell("maml", "PointNavigation-v0", 800_000, 3, None, ("--inner-steps", "0"), "no_adaptation"),
-        Cell("maml", "HalfCheetahDir-v0", 400_000, 1, None, ("--eval-every", "80000")),
+        Cell("maml", "HalfCheetahDir-v0", 2_000_000, seeds=1, args=("--eval-every", "400000")),
+        Cell("maml", "HalfCheetahVel-v0", 2_000_000, seeds=1, args=("--eval-every", "400000")),
     ],
     # Sample efficiency on one family; benchmark/meta.py draws it.
     "meta": [

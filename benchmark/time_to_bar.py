@@ -12,6 +12,7 @@ or of the last ones of a training that ends before. The sides take turns; nothin
 import argparse
 import importlib
 import json
+import math
 import os
 import re
 import statistics
@@ -185,7 +186,7 @@ def compare(cell: str, args: argparse.Namespace) -> None:
 
 
 def draw(rows: list[dict], out: Path) -> None:
-    """A line for each cell: dots are seeds, strokes their medians; a seed that never passed is not drawn."""
+    """A line for each cell: dots are seeds, strokes their medians; one that never passed only counts."""
     plt.rcParams.update(STYLE)
     cells = [cell for cell in RACES if any(row["cell"] == cell for row in rows)]
     figure, axes = plt.subplots(figsize=(9, 0.42 * len(cells) + 1.4))
@@ -195,10 +196,9 @@ def draw(rows: list[dict], out: Path) -> None:
             found = [row for row in rows if row["cell"] == cell and row["library"] == library]
             seconds = [float(row["seconds"]) for row in found if row["seconds"]]
             axes.plot(seconds, [line + shift] * len(seconds), "o", color=colour, alpha=0.6, markersize=5)
-            if seconds:
-                axes.plot(
-                    [statistics.median(seconds)], [line + shift], "|", color=colour, markersize=14, mew=3
-                )
+            median = statistics.median([float(row["seconds"] or "inf") for row in found] or [math.inf])
+            if median < math.inf:
+                axes.plot([median], [line + shift], "|", color=colour, markersize=14, mew=3)
             if len(seconds) < len(found):
                 text = f"  {len(seconds)} of {len(found)} passed"
                 axes.text(max(seconds, default=1), line + shift, text, va="center", fontsize=8, color=colour)
