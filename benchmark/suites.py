@@ -68,9 +68,9 @@ SUITES = {
     # Ten seconds, to see that everything works. It says nothing about learning.
     "smoke": [Cell("ppo", "CartPole-v1", 10_240, seeds=2, args=FEW)],
     "ppo": [
-        Cell("ppo", "CartPole-v1", 100_000, seeds=5, bar=475),
+        Cell("ppo", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("ppo", "Acrobot-v1", 300_000, seeds=5, bar=-81),
-        Cell("ppo", "Pendulum-v1", 100_000, seeds=5, bar=-180),  # published: -172 and -175
+        Cell("ppo", "Pendulum-v1", 100_000, seeds=10, bar=-180),  # published: -172 and -175
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=3, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=5, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
