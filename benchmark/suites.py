@@ -158,7 +158,7 @@ SUITES = {
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
     ],
     "pqn": [
-        Cell("pqn", "CartPole-v1", 60_000, seeds=5, bar=490),
+        Cell("pqn", "CartPole-v1", 60_000, seeds=10, bar=490),
         Cell("pqn", "Acrobot-v1", 200_000, seeds=5, bar=-85),
         Cell("pqn", "LunarLander-v3", 1_000_000, seeds=5, bar=200),
     ],
@@ -168,11 +168,11 @@ SUITES = {
         for name, flags in VARIANTS.items()
     ],
     "policy_gradient": [
-        Cell("reinforce", "CartPole-v1", 200_000, seeds=5, bar=475),
+        Cell("reinforce", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("reinforce", "Acrobot-v1", 500_000, seeds=5),
-        Cell("vpg", "CartPole-v1", 200_000, seeds=5, bar=475),
+        Cell("vpg", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("vpg", "Acrobot-v1", 200_000, seeds=5),
-        Cell("trpo", "CartPole-v1", 100_000, seeds=5, bar=475),
+        Cell("trpo", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("trpo", "Acrobot-v1", 100_000, seeds=5),
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
