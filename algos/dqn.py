@@ -20,7 +20,6 @@ Differences from the papers:
  4. The trunk's gradient is not scaled by 1/sqrt(2) with dueling; noise is drawn anew in every forward pass.
  5. A transition that meets the end of its episode or of the record after k < n steps keeps those k.
  6. A life lost on Atari ends no episode.
- 7. Actions that info["action_mask"] rules out are never taken, but the maximum in y is over all actions.
 
     python algos/dqn.py --env-id CartPole-v1
 """
@@ -62,7 +61,7 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
     compile: bool = False  # on CUDA: capture the update as a graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
@@ -76,7 +75,6 @@ class Args:
     sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
-    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
@@ -178,7 +176,7 @@ def train(args: Args) -> np.ndarray:
             "grad/norm": grad_norm,
         }  # fmt: skip
 
-    learn = BatchGraph(update) if graph else update
+    learn = CudaGraph(update) if graph else update
     run = Run(args, args.num_envs, agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
     if args.init_from:
         target_agent.load_state_dict(agent.state_dict())
@@ -210,7 +208,7 @@ def train(args: Args) -> np.ndarray:
         # Store
         reward = args.reward_scale * (np.sign(reward) if args.clip_reward else reward)
         buffer.add(action, reward, terminated, next_obs)
-        obs, info = reset_done(envs, info, next_obs, next_info, done)
+        obs, info = reset_done(envs, next_obs, next_info, done)
         if done.any():
             buffer.start(obs, done)
 
@@ -353,14 +351,9 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
         """Actions (num_envs,) in a vector environment: the best ones; if not greedy, some of them random."""
+        best = self(to_tensor(obs, self.device)).argmax(dim=1).cpu().numpy()
         explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
-        scores = np.random.random((len(obs), self.num_actions))  # the largest of these is a random action
-        if not explore.all():
-            q_values = self(to_tensor(obs, self.device)).cpu().numpy()
-            scores = np.where(explore[:, None], scores, q_values)
-        if "action_mask" in info:
-            scores[~info["action_mask"].astype(bool)] = -np.inf
-        return scores.argmax(axis=1)
+        return np.where(explore, np.random.randint(self.num_actions, size=len(obs)), best)
 
 
 class RunningNorm(nn.Module):
@@ -594,14 +587,9 @@ def set_up(args) -> torch.device:
         print("no display: MuJoCo renders with MUJOCO_GL=egl")
     set_seed(args.seed)
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    try:
-        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        device = torch.empty(0, device=device).device  # with its number
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
-    except (RuntimeError, AssertionError):
-        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
-    return device
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds none here; cpu always works")
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def set_seed(seed: int) -> None:
@@ -678,18 +666,10 @@ def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEn
     return envs, *envs.reset(seed=seed)
 
 
-def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if "action_mask" in info or "action_mask" in next_info:  # one of some environments is 0 for the others
-        if not all(given.get("_action_mask", np.False_).all() for given in (info, next_info)):
-            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
-    if not done.any():
-        return next_obs, next_info
-    obs, new_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in new_info:
-        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
-        new_info["_action_mask"] |= ~done
-    return obs, new_info
+    obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
+    return obs, info
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -721,7 +701,7 @@ def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
         old.copy_(new)
 
 
-class BatchGraph:
+class CudaGraph:
     """update(batch), captured after three calls and then replayed: one launch instead of hundreds."""
 
     def __init__(self, update):
@@ -733,17 +713,17 @@ class BatchGraph:
         if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                result = self.update(batch)
+                metrics = self.update(batch)
             torch.cuda.current_stream().wait_stream(self.stream)
-            return result
+            return metrics
         if self.calls == 4:
             self.batch = {name: x.clone() for name, x in batch.items()}
             with torch.cuda.graph(self.graph):
-                self.result = self.update(self.batch)
+                self.metrics = self.update(self.batch)
         for name, x in batch.items():
             self.batch[name].copy_(x)
         self.graph.replay()
-        return dict(self.result)  # in the memory of the graph, where the next replay writes too
+        return {name: x.clone() for name, x in self.metrics.items()}
 
 
 def free_memory(device: torch.device) -> int:
@@ -783,7 +763,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
             success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
             totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
             playing &= ~(terminated | truncated)
-            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            obs, info = reset_done(envs, next_obs, info | next_info, terminated | truncated)
             t += 1
         envs.close()
     agent.train()
@@ -851,20 +831,17 @@ class Run:
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
-        if self.args.evaluate or not self.args.run_dir:
+        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
+            self.best = -math.inf
+        else:
             self.folder = path if path.is_dir() else path.parent
 
     def open(self, script: Path) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args = self.args
-        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+        args, self.progress = self.args, self.folder / "progress.jsonl"
+        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if args.resume and args.run_dir:  # a branch begins with a copy
-            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
-            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
-                shutil.copy(old / name, self.folder)
-        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
@@ -874,15 +851,11 @@ class Run:
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         )  # fmt: skip
+        environment = self.folder / "environment.json"
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
-            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
-            shutil.copy(script, self.folder / name)
-        if args.track == "wandb":
-            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
-            importlib.import_module("wandb").init(project="plainrl", **options)
+        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
         self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
         self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)

@@ -29,7 +29,7 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+import contextlib, errno, json, math, os, platform, random, shutil, signal, subprocess, sys, time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -60,7 +60,7 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
@@ -72,7 +72,6 @@ class Args:
     eval_seed: int = 10_000_000  # seed of all evaluations and their tasks
     sample_actions: bool = False  # evaluations draw the actions that they score, too
     capture_video: bool = False  # film a task of each evaluation, before and after one step
-    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # tasks
     env_id: str = "PointNavigation-v0"  # family of tasks: see the section of them; also module:Env-v0
@@ -250,7 +249,7 @@ class GaussianHead(nn.Module):
         self.mean = orthogonal(nn.Linear(fan_in, math.prod(space.shape)), gain=0.01)
         self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
 
-    def forward(self, features, mask=None):
+    def forward(self, features):
         mean = self.mean(features)
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
@@ -400,7 +399,7 @@ def play_episodes(envs, act, watch=lambda playing: None, stopped=lambda: False):
         ))  # fmt: skip
         watch(playing)
         playing = playing & ~done
-        obs, info = reset_done(envs, info, next_obs, next_info, done)
+        obs, info = reset_done(envs, next_obs, next_info, done)
     return steps
 
 
@@ -695,14 +694,9 @@ def set_up(args) -> torch.device:
         print("no display: MuJoCo renders with MUJOCO_GL=egl")
     set_seed(args.seed)
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    try:
-        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        device = torch.empty(0, device=device).device  # with its number
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
-    except (RuntimeError, AssertionError):
-        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
-    return device
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds none here; cpu always works")
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def set_seed(seed: int) -> None:
@@ -755,18 +749,10 @@ def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEn
     return envs, *envs.reset(seed=seed)
 
 
-def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if "action_mask" in info or "action_mask" in next_info:  # one of some environments is 0 for the others
-        if not all(given.get("_action_mask", np.False_).all() for given in (info, next_info)):
-            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
-    if not done.any():
-        return next_obs, next_info
-    obs, new_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in new_info:
-        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
-        new_info["_action_mask"] |= ~done
-    return obs, new_info
+    obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
+    return obs, info
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -777,8 +763,8 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
     """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
-    names, host = [name for name, x in steps[0].items() if x is not None], torch.device("cpu")
-    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in names}
+    host = torch.device("cpu")
+    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
 
 
 def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
@@ -843,20 +829,17 @@ class Run:
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
-        if self.args.evaluate or not self.args.run_dir:
+        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
+            self.best = -math.inf
+        else:
             self.folder = path if path.is_dir() else path.parent
 
     def open(self, script: Path) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args = self.args
-        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+        args, self.progress = self.args, self.folder / "progress.jsonl"
+        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if args.resume and args.run_dir:  # a branch begins with a copy
-            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
-            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
-                shutil.copy(old / name, self.folder)
-        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
@@ -866,15 +849,11 @@ class Run:
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         )  # fmt: skip
+        environment = self.folder / "environment.json"
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
-            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
-            shutil.copy(script, self.folder / name)
-        if args.track == "wandb":
-            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
-            importlib.import_module("wandb").init(project="plainrl", **options)
+        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
         self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
         self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)

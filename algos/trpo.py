@@ -54,7 +54,7 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 class Args:
     # run
     seed: int = 1  # seed of everything random
-    device: str = "auto"  # where networks live: cpu, cuda, cuda:1; auto: cuda if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
@@ -66,7 +66,6 @@ class Args:
     eval_seed: int = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
     capture_video: bool = False  # film an episode of each evaluation
-    track: Literal["none", "wandb"] = "none"  # also log to Weights & Biases
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
@@ -198,7 +197,7 @@ def train(args: Args) -> np.ndarray:
 
         def measure():
             """What is maximized and what is limited."""
-            pi = agent.policy(agent.encode(batch["obs"]), batch.get("mask"))
+            pi = agent.policy(agent.encode(batch["obs"]))
             objective = surrogate(agent.head.log_prob(pi, batch["action"]), old_log_prob, advantage)
             if args.entropy_coef and args.entropy_method == "regularized":
                 objective = objective + args.entropy_coef * agent.head.entropy(pi).mean()
@@ -254,19 +253,19 @@ def train(args: Args) -> np.ndarray:
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
             done = terminated | truncated
             steps.append(dict(
-                obs=obs, mask=info.get("action_mask"), action=action, reward=np.float32(reward),
-                next_obs=next_obs, terminated=terminated, done=done,
+                obs=obs, action=action, reward=np.float32(reward), next_obs=next_obs, terminated=terminated,
+                done=done,
             ))  # fmt: skip
             run.count(reward, done)
-            obs, info = reset_done(envs, info, next_obs, next_info, done)
+            obs, info = reset_done(envs, next_obs, next_info, done)
 
         # Advantages, by the networks that collected the rollout; their recursion runs on the host
         rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...)
         flat = {name: to_tensor(x.flatten(0, 1), device) for name, x in rollout.items()}
-        batch = {name: flat[name] for name in ("obs", "mask", "action") if name in flat}
+        batch = {name: flat[name] for name in ("obs", "action")}
         with torch.no_grad():
             features = agent.encode(batch["obs"])
-            batch["pi"], value = agent.policy(features, batch.get("mask")), agent.value(features)
+            batch["pi"], value = agent.policy(features), agent.value(features)
             next_value = agent.value(agent.encode(flat["next_obs"]))
         reward, terminated, done = rollout["reward"], rollout["terminated"], rollout["done"]
         value, next_value = torch.stack([value, next_value]).cpu().view(2, *reward.shape)
@@ -352,14 +351,10 @@ class CategoricalHead(nn.Module):
         self.ragged = not self.exists.all()
         self.logits = orthogonal(nn.Linear(fan_in, self.exists.numel()), gain=0.01)
 
-    def forward(self, features, mask=None):
-        """mask (B, sum of the choices) says which are legal."""
+    def forward(self, features):
         logits = self.logits(features).view(-1, *self.exists.shape)
-        if mask is not None or self.ragged:
-            legal = self.exists.expand_as(logits)
-            if mask is not None:
-                legal = legal.masked_scatter(legal, mask.bool())
-            logits = logits.masked_fill(~legal, -1e8)
+        if self.ragged:
+            logits = logits.masked_fill(~self.exists, -1e8)
         return logits.log_softmax(-1)
 
     def choose(self, pi, greedy):
@@ -381,7 +376,7 @@ class GaussianHead(nn.Module):
         self.mean = orthogonal(nn.Linear(fan_in, math.prod(space.shape)), gain=0.01)
         self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
 
-    def forward(self, features, mask=None):
+    def forward(self, features):
         mean = self.mean(features)
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
@@ -418,9 +413,9 @@ class Agent(nn.Module):
         """What actor and critic share of their work on observations (B, ...)."""
         return self.obs_norm(obs)
 
-    def policy(self, features, mask=None):
+    def policy(self, features):
         """pi(. | s) as its head describes it."""
-        return self.head(self.actor(features), mask)
+        return self.head(self.actor(features))
 
     def value(self, features):
         return self.value_head(self.critic(features)).squeeze(-1)  # (B,)
@@ -428,8 +423,7 @@ class Agent(nn.Module):
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, *action_space.shape) in a vector environment: the likeliest ones, or drawn."""
-        mask = to_tensor(info["action_mask"], self.device) if "action_mask" in info else None
-        pi = self.policy(self.encode(to_tensor(obs, self.device)), mask)
+        pi = self.policy(self.encode(to_tensor(obs, self.device)))
         return self.head.choose(pi, greedy).cpu().numpy().reshape(-1, *self.action_shape)
 
 
@@ -525,14 +519,9 @@ def set_up(args) -> torch.device:
         print("no display: MuJoCo renders with MUJOCO_GL=egl")
     set_seed(args.seed)
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    try:
-        device = torch.device(args.device.replace("auto", "cuda" if torch.cuda.is_available() else "cpu"))
-        device = torch.empty(0, device=device).device  # with its number
-        if device.type == "cuda":
-            torch.cuda.set_device(device)  # streams, graphs and pinned memory belong to the current one
-    except (RuntimeError, AssertionError):
-        raise UsageError(f"--device {args.device}: torch finds none here; cpu always works") from None
-    return device
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds none here; cpu always works")
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def set_seed(seed: int) -> None:
@@ -609,18 +598,10 @@ def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEn
     return envs, *envs.reset(seed=seed)
 
 
-def reset_done(envs, info: dict, next_obs, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
-    if "action_mask" in info or "action_mask" in next_info:  # one of some environments is 0 for the others
-        if not all(given.get("_action_mask", np.False_).all() for given in (info, next_info)):
-            raise UsageError("the environment must give info['action_mask'] in all steps and resets, or none")
-    if not done.any():
-        return next_obs, next_info
-    obs, new_info = envs.reset(options={"reset_mask": done})
-    if "action_mask" in new_info:
-        new_info["action_mask"] = np.where(done[:, None], new_info["action_mask"], next_info["action_mask"])
-        new_info["_action_mask"] |= ~done
-    return obs, new_info
+    obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
+    return obs, info
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -631,8 +612,8 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
     """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
-    names, host = [name for name, x in steps[0].items() if x is not None], torch.device("cpu")
-    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in names}
+    host = torch.device("cpu")
+    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
 
 
 def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
@@ -682,7 +663,7 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
             success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
             totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
             playing &= ~(terminated | truncated)
-            obs, info = reset_done(envs, info, next_obs, next_info, terminated | truncated)
+            obs, info = reset_done(envs, next_obs, info | next_info, terminated | truncated)
             t += 1
         envs.close()
     agent.train()
@@ -750,20 +731,17 @@ class Run:
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
-        if self.args.evaluate or not self.args.run_dir:
+        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
+            self.best = -math.inf
+        else:
             self.folder = path if path.is_dir() else path.parent
 
     def open(self, script: Path) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args = self.args
-        if self.folder.exists() and any(self.folder.iterdir()) and (args.run_dir or not args.resume):
+        args, self.progress = self.args, self.folder / "progress.jsonl"
+        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
         self.folder.mkdir(parents=True, exist_ok=True)
-        if args.resume and args.run_dir:  # a branch begins with a copy
-            old = Path(args.resume) if Path(args.resume).is_dir() else Path(args.resume).parent
-            for name in {"progress.jsonl", "environment.json", "best.pt"} & set(os.listdir(old)):
-                shutil.copy(old / name, self.folder)
-        self.progress, environment = self.folder / "progress.jsonl", self.folder / "environment.json"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
@@ -773,15 +751,11 @@ class Run:
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         )  # fmt: skip
+        environment = self.folder / "environment.json"
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        if script.read_bytes() not in [copy.read_bytes() for copy in self.folder.glob("*.py")]:
-            name = f"{script.stem}-{self.env_steps}.py" if history else script.name
-            shutil.copy(script, self.folder / name)
-        if args.track == "wandb":
-            options = dict(id=self.folder.name, config=asdict(args), resume="allow", sync_tensorboard=True)
-            importlib.import_module("wandb").init(project="plainrl", **options)
+        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
         self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
         self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)

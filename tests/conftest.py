@@ -45,8 +45,6 @@ def load_policy(path):
     space = make_envs(Args(**load(path)["args"]), 1).single_action_space
 
     def act(obs, info):
-        if "action_mask" in info:
-            return info["action_mask"].argmax(axis=1)
         action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
         return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
 

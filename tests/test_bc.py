@@ -15,9 +15,9 @@ ASKED = """
 plain_reset_done = reset_done
 
 
-def reset_done(envs, info, next_obs, next_info, done):
-    obs, after = plain_reset_done(envs, info, next_obs, next_info, done)
-    after["asked"] = np.where(done, 0, info["asked"] + 1)
+def reset_done(envs, next_obs, next_info, done):
+    obs, after = plain_reset_done(envs, next_obs, next_info, done)
+    after["asked"] = np.where(done, 0, next_info["asked"] + 1)
     return obs, after
 
 
@@ -57,14 +57,11 @@ def test_losses_equal_numbers_worked_out_by_hand(bc):
     assert float(bc.mse_loss(mean, action)) == (9 + 4) / 2
 
 
-@pytest.mark.parametrize(
-    "kind, loss", [("discrete", "log_prob"), ("masked", "log_prob"), ("box", "log_prob"), ("box", "mse")]
-)
+@pytest.mark.parametrize("kind, loss", [("discrete", "log_prob"), ("box", "log_prob"), ("box", "mse")])
 def test_the_loss_is_of_the_experts_actions_and_of_the_mean_action(bc, kind, loss):
-    env = dict(env="Masked") if kind == "masked" else dict(env_kwargs={"actions": kind})
-    bc.train(short(bc, **env, loss=loss, learning_rate=0.0, log_std_init=1.5))
+    bc.train(short(bc, env_kwargs={"actions": kind}, loss=loss, learning_rate=0.0, log_std_init=1.5))
     held_out, policy = demonstrations("validation"), bc.load_policy("run").__self__
-    pi = policy.policy(policy.encode(held_out["obs"]), held_out.get("mask")).detach()
+    pi = policy.policy(policy.encode(held_out["obs"])).detach()
     if kind != "box":
         expected = -Categorical(logits=pi[:, 0]).log_prob(held_out["action"]).mean()
     else:

@@ -206,16 +206,6 @@ def test_rewards_are_logged_as_the_environment_gave_them(script):
     assert {row["train/episode_return"] for row in progress() if "train/episode_return" in row} == {30.0}
 
 
-def test_masks_are_obeyed_or_refused_by_name(script):
-    if script.__name__ in ("es", "q_learning"):
-        pytest.skip("does not look at masks, as its docstring says: some environments give them as hints")
-    args = tiny(script, env_id="probe_envs:Masked-v0", env_kwargs={}, total_timesteps=640)
-    try:
-        script.train(args)  # an illegal action is an error of the environment
-    except script.UsageError as error:
-        assert "mask" in str(error) or "Discrete" in str(error)
-
-
 def test_environments_in_processes_give_the_same_numbers(script):
     script.train(tiny(script, "sync"))
     script.train(tiny(script, "async", async_envs=True))

@@ -68,11 +68,6 @@ def test_a_graph_gives_what_eager_updates_give(name, fields):
     assert_same(train(name, "eager", "cuda", **fields), train(name, "graph", "cuda", True, **fields))
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_graph_on_the_second_gpu():
-    assert_same(train("ppo", "first", "cuda:0", True), train("ppo", "second", "cuda:1", True))
-
-
 @contextlib.contextmanager
 def waits_of(script):
     """Counts by line where the script waits for the GPU. In an update that is an error, in a pause it is free."""

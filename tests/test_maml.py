@@ -538,7 +538,7 @@ def test_a_family_of_the_user_and_what_is_none():
         (dict(env_kwargs={"x": 1}), "PointNavigation-v0 has no --env-kwargs"),
         (dict(env_id="probe_envs:Walk-v0"), "Discrete(2) actions"),
         (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "shows images"),
-        (dict(env_id="probe_envs:Masked-v0"), "Discrete(3) actions"),
+        (dict(env_id="probe_envs:Ones-v0"), "Discrete(2) actions"),
         (dict(inner_lr=-1.0), "--inner-lr -1.0: must be from 0"),
         (dict(meta_batch_size=0), "--meta-batch-size 0: must be from 1"),
         (dict(inner_steps=-1), "--inner-steps -1: must be from 0"),

@@ -358,7 +358,7 @@ def test_exploration_noise_is_forgotten_where_an_episode_or_a_segment_starts(rec
     """A checkpoint, after which a segment starts, follows steps 20 and 40 of both environments."""
     explored, resets = record(td3, "explore"), record(td3, "reset_done")
     quick(td3, "Boundary", noise="ou", exploration_noise=0.3, learning_starts=0, checkpoint_every=20)
-    done = [given[4] for given, _ in resets][:48]  # the evaluation follows
+    done = [given[3] for given, _ in resets][:48]  # the evaluation follows
     assert len(explored) == 48
     for t, ((old_noise, *_), _) in enumerate(explored):
         starts = np.ones(2, dtype=bool) if t in (0, 20, 40) else done[t - 1]

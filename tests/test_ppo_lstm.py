@@ -129,9 +129,9 @@ def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, monkeypatch)
     gae, reset, values, truth = ppo_lstm.compute_gae, ppo_lstm.reset_done, [], []
     monkeypatch.setattr(ppo_lstm, "compute_gae", lambda *x: values.append((x, truth[-32:])) or gae(*x))
 
-    def watch(envs, info, next_obs, next_info, done):
-        truth.append((torch.tensor(next_obs), info["next_memory"]))
-        return reset(envs, info, next_obs, next_info, done)
+    def watch(envs, next_obs, next_info, done):
+        truth.append((torch.tensor(next_obs), next_info["next_memory"]))
+        return reset(envs, next_obs, next_info, done)
 
     monkeypatch.setattr(ppo_lstm, "reset_done", watch)
     ppo_lstm.train(short(ppo_lstm, "Boundary", memory_size=8))
@@ -162,7 +162,7 @@ def test_what_is_loaded_remembers_as_the_evaluation_does(ppo_lstm):
         next_obs, reward, terminated, truncated, next_info = envs.step(action)
         returns += playing * reward
         playing &= ~(terminated | truncated)
-        obs, info = ppo_lstm.reset_done(envs, info, next_obs, next_info, terminated | truncated)
+        obs, info = ppo_lstm.reset_done(envs, next_obs, info | next_info, terminated | truncated)
     evaluated, _ = ppo_lstm.evaluate(args, policy.__self__)
     assert returns.tolist() == evaluated.tolist()
     assert progress()[-1]["eval/return_mean"] == pytest.approx(returns.mean())

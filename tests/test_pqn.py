@@ -1,6 +1,4 @@
-"""PQN: the returns of Q(lambda), exploration, masks, one network with normalized layers."""
-
-from itertools import cycle, islice
+"""PQN: the returns of Q(lambda), exploration, one network with normalized layers."""
 
 import numpy as np
 import probe_envs
@@ -72,43 +70,11 @@ def test_epsilon_falls_with_the_steps_and_each_environment_draws_alone(pqn):
     assert share == pytest.approx([0.7 if action == greedy else 0.1 for action in range(4)], abs=0.03)
 
 
-@pytest.mark.parametrize("epsilon", [0.0, 1.0])
-def test_an_illegal_action_is_never_taken(pqn, epsilon):
-    agent, mask = agent_of(pqn, actions=5), np.random.default_rng(0).random((500, 5)) < 0.4
-    mask[np.arange(500), np.arange(500) % 5] = True
-    obs = np.random.default_rng(1).normal(size=(500, 4)).astype(np.float32)
-    agent.epsilon = epsilon
-    action = agent.act(obs, {"action_mask": mask.astype(np.int8)}, greedy=False)
-    assert mask[np.arange(500), action].all()
-    q_values = agent(torch.tensor(obs)).detach().numpy()
-    best = np.where(mask, q_values, -np.inf).argmax(axis=1)
-    assert (action == best).all() if epsilon == 0 else 0.2 < (action == best).mean() < 0.8
-
-
-def test_the_target_takes_the_maximum_over_the_legal_actions_of_the_successor(pqn, monkeypatch):
-    class Known(pqn.Agent):
-        def __init__(self, *args):
-            super().__init__(*args)
-            head = [module for module in self.modules() if isinstance(module, torch.nn.Linear)][-1]
-            head.weight.data.zero_(), head.bias.data.copy_(torch.tensor([1.0, 2.0, 3.0]))
-
-    monkeypatch.setattr(pqn, "Agent", Known)
-    seen, returns = [], pqn.q_lambda_returns
-    watch = lambda reward, next_value, *rest: (
-        seen.append(next_value.clone()) or returns(reward, next_value, *rest)
-    )
-    monkeypatch.setattr(pqn, "q_lambda_returns", watch)
-    pqn.train(short(pqn, "Masked"))
-    best = [2.0, 2.0, 3.0]  # where t % 3 is 0, 1, 2
-    truth = [list(islice(cycle(best[t % 3] for t in range(1, length + 1)), 32)) for length in (8, 9)]
-    assert sorted(seen[0].T.tolist()) == sorted(truth)
-
-
 def test_returns_are_those_of_the_true_successors(pqn, monkeypatch):
     """With known values of [number, episode, t, end] the target of each step of a rollout is known."""
     value = lambda x: 5 * x[..., 1] + x[..., 2] + 50 * x[..., 3]
     forward = pqn.Agent.forward
-    known = lambda agent, obs, mask=None: 0 * forward(agent, obs, mask) + value(obs)[:, None]
+    known = lambda agent, obs: 0 * forward(agent, obs) + value(obs)[:, None]
     monkeypatch.setattr(pqn.Agent, "forward", known)
     seen, returns = [], pqn.q_lambda_returns
     monkeypatch.setattr(pqn, "q_lambda_returns", lambda *args: seen.append(returns(*args)) or seen[-1])

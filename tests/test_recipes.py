@@ -11,6 +11,8 @@ import cv2
 import probe_envs
 import pytest
 import torch
+from gymnasium.spaces import Discrete, MultiDiscrete
+from torch.distributions import Categorical
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -35,6 +37,16 @@ def cook(tmp_path):
         return module
 
     return patched
+
+
+@pytest.fixture(autouse=True)
+def wandb(monkeypatch):
+    """The calls of wandb, which is not among what the tests install."""
+    calls, module = [], type(sys)("wandb")
+    module.init = lambda **options: calls.append(options)
+    module.finish = lambda: calls.append("finish")
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
 
 
 def runs(module, folder, env_id="Pendulum-v1", **changes):
@@ -141,3 +153,48 @@ def test_a_window_shows_the_first_episode(cook, tmp_path, monkeypatch):
     length = probe_envs.boundary_length(0, 0)
     assert shown == [("probe_envs:Boundary-v0", (48, 64, 3)), 50] * length
     assert not (tmp_path / "run/videos").exists()
+
+
+def test_wandb_follows_the_run(cook, tmp_path, wandb):
+    ppo = cook("ppo_wandb")
+    runs(ppo, tmp_path / "run", wandb_project="mine")
+    start, end = wandb
+    assert start["project"] == "mine" and start["id"] == "run" and start["config"]["num_envs"] == 2
+    assert start["sync_tensorboard"] and start["resume"] == "allow" and end == "finish"
+
+
+def test_masked_actions_are_never_taken(cook, tmp_path, monkeypatch):
+    """Masked raises at an illegal action. The update sees the masks of its rows: the first ratio is 1."""
+    ppo, ratios = cook("ppo_action_masks"), []
+    loss = ppo.clipped_policy_loss
+    keep = lambda new, old, *rest: ratios.append((new - old).exp()) or loss(new, old, *rest)
+    monkeypatch.setattr(ppo, "clipped_policy_loss", keep)
+    changes = dict(total_timesteps=640, eval_every=320, eval_episodes=3, sample_actions=True)
+    runs(ppo, tmp_path / "run", "probe_envs:Masked-v0", **changes)
+    assert torch.allclose(ratios[0], torch.ones_like(ratios[0]), atol=1e-5) and ratios[1].std() > 0
+
+
+@pytest.mark.parametrize("at_reset", [True, False])
+def test_a_mask_that_is_given_only_sometimes_is_refused(cook, tmp_path, at_reset):
+    ppo = cook("ppo_action_masks")
+    with pytest.raises(ppo.UsageError, match="action_mask"):
+        runs(ppo, tmp_path / "run", "probe_envs:Sometimes-v0", env_kwargs={"at_reset": at_reset})
+
+
+@pytest.mark.parametrize("space", [Discrete(4), MultiDiscrete([2, 5, 3])])
+def test_a_masked_choice_is_torchs(cook, space):
+    ppo = cook("ppo_action_masks")
+    torch.manual_seed(1)
+    sizes = [space.n] if isinstance(space, Discrete) else space.nvec.tolist()
+    head, features, mask = ppo.CategoricalHead(5, space), 3 * torch.randn(6, 5), torch.ones(6, sum(sizes))
+    mask[0, 0] = mask[1, 1] = mask[2, -1] = mask[3:, sum(sizes) - 2] = 0
+    pi, logits = head(features, mask.to(torch.int8)), head.logits(features).view(6, len(sizes), -1)
+    truths = [
+        Categorical(logits=logits[:, k, :size].masked_fill(legal == 0, -math.inf))
+        for k, (size, legal) in enumerate(zip(sizes, mask.split(sizes, dim=1), strict=True))
+    ]
+    action = torch.stack([truth.sample() for truth in truths], dim=1)
+    log_prob = sum(truth.log_prob(action[:, k]) for k, truth in enumerate(truths))
+    entropy = sum(-(t.probs * t.probs.clamp(min=1e-30).log()).sum(-1) for t in truths)
+    assert torch.allclose(head.log_prob(pi, action), log_prob, atol=1e-4)
+    assert torch.allclose(head.entropy(pi), entropy, atol=1e-4)

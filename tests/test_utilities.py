@@ -67,8 +67,6 @@ def test_only_fields_with_a_range_have_one(ppo):
         (["--env-id", "CartPol-v1"], "Did you mean: `CartPole`"),
         (["--env-id", "no_such_module:X-v0"], "no_such_module"),
         (["--env-kwargs", '{"nope": 1}'], "nope"),
-        (["--device", "cuda:7"], "cuda:7"),
-        (["--device", "gpu"], "gpu"),
         (["--num-minibatches", "7"], "--num-minibatches"),
         (["--resume", "nowhere"], "nowhere"),
         (["--evaluate", "nowhere.pt"], "nowhere.pt"),
@@ -201,22 +199,9 @@ def test_reset_done_starts_only_what_ended_and_keeps_the_true_successor(ppo, asy
         done = terminated | truncated
         assert (next_obs[:, 3] == terminated + 2 * truncated).all()
         assert (next_obs[:, 1] == obs[:, 1]).all() and (next_obs[:, 2] == obs[:, 2] + 1).all()
-        obs, info = ppo.reset_done(envs, info, next_obs, next_info, done)
+        obs, info = ppo.reset_done(envs, next_obs, next_info, done)
         assert (obs[done, 2] == 0).all() and (obs[~done] == next_obs[~done]).all()
     envs.close()
-
-
-def test_masks_survive_the_reset_of_a_neighbour(ppo):
-    args = tiny(ppo, env_id="probe_envs:Masked-v0", env_kwargs={}, total_timesteps=640)
-    ppo.train(args)  # an illegal action raises
-    assert ppo.evaluate(args, ppo.load_policy("run").__self__)[0].shape == (2,)
-
-
-@pytest.mark.parametrize("at_reset", [True, False])
-def test_a_mask_that_is_given_only_sometimes_is_refused(ppo, capsys, at_reset):
-    args = tiny(ppo, env_id="probe_envs:Sometimes-v0", env_kwargs={"at_reset": at_reset})
-    assert call_main(ppo, *flags(args)) == 2
-    assert "action_mask" in capsys.readouterr().err
 
 
 def test_to_tensor_gives_float32(ppo):
@@ -555,23 +540,25 @@ def test_a_run_is_not_overwritten_and_a_branch_leaves_it_alone(ppo, capsys):
     assert "not empty" in fails(ppo, capsys, *flags(tiny(ppo)))
     assert call_main(ppo, "--resume", "run", "--run-dir", "new", "--total-timesteps", "640") == 0
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
-    assert progress("new")[: len(progress("run"))] == progress("run")
-    assert progress("new")[-1]["step"] == 640 and Path("new/best.pt").exists()
+    steps = [row["step"] for row in progress("new")]
+    assert min(steps) > 384 and max(steps) == 640  # a log of its own, and a best model
+    assert checkpoint("new", "best.pt")["run"]["env_steps"] in steps
     assert checkpoint("new")["args"]["run_dir"] == "new"
     assert call_main(ppo, "--resume", "new/checkpoint.pt", "--total-timesteps", "700") == 0
     assert progress("new")[-1]["step"] == 704
 
 
-def test_each_start_is_in_environment_json_and_changed_source_lies_beside_the_old(ppo, monkeypatch):
+def test_each_start_is_in_environment_json_and_its_source_lies_beside_the_others(ppo, monkeypatch):
     ppo.train(tiny(ppo))
+    source = Path("run/ppo.py").read_text()
     ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "448"]))
-    assert [path.name for path in Path("run").glob("*.py")] == ["ppo.py"]
     copy = Path("changed.py")
-    copy.write_text(Path(ppo.__file__).read_text() + "\n# changed\n")
+    copy.write_text(source + "\n# changed\n")
     monkeypatch.setitem(sys.modules, "ppo", ppo)  # a tool of benchmark/ may have loaded its own
     monkeypatch.setattr(ppo, "__file__", str(copy))
     ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "512"]))
-    assert sorted(path.name for path in Path("run").glob("*.py")) == ["changed-448.py", "ppo.py"]
+    sources = {path.name: path.read_text() for path in Path("run").glob("*.py")}
+    assert sources == {"ppo.py": source, "ppo-384.py": source, "changed-448.py": copy.read_text()}
     history = json.loads(Path("run/environment.json").read_text())
     assert [entry["step"] for entry in history] == [0, 384, 448]
     assert {"torch", "gymnasium", "numpy", "python", "git", "command", "device"} <= history[0].keys()
@@ -636,13 +623,3 @@ def test_tensorboard_has_every_row(ppo):
     for name, curve in points().items():
         rows = [(row["step"], row[name]) for row in progress() if name in row]
         assert np.allclose(curve, rows, rtol=1e-5)
-
-
-def test_wandb_is_one_call(ppo, monkeypatch):
-    calls = []
-    module = type(sys)("wandb")
-    module.init = lambda **options: calls.append(options)
-    monkeypatch.setitem(sys.modules, "wandb", module)
-    ppo.train(tiny(ppo, track="wandb"))
-    (call,) = calls
-    assert call["sync_tensorboard"] and call["config"]["num_envs"] == 2 and call["id"] == "run"
