@@ -597,7 +597,8 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
             success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
             totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
             playing &= ~(terminated | truncated)
-            obs, info = reset_done(envs, next_obs, info | next_info, terminated | truncated)
+            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
         envs.close()
     agent.train()
