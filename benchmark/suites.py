@@ -74,6 +74,7 @@ SUITES = {
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=3, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=5, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
+        Cell("ppo", "Hopper-v5", 300_000, seeds=3),
     ],
     "ppo_lstm": [
         Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=5, bar=475),
@@ -176,6 +177,8 @@ SUITES = {
         Cell("trpo", "Acrobot-v1", 100_000, seeds=5),
         Cell("trpo", "Pendulum-v1", 100_000, seeds=5, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=5, bar=92),
+        Cell("trpo", "HalfCheetah-v5", 300_000, seeds=3),
+        Cell("trpo", "Hopper-v5", 300_000, seeds=3),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
@@ -241,6 +244,7 @@ PUBLISHED = {
     ("ppo", "LunarLander-v3"): "242.1 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return); none known at 300k",
+    ("ppo", "Hopper-v5"): "2382.9 at 1M on -v4 (CleanRL, training return); none known at 300k",
     ("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1"): "500 at 100k (RL Baselines3 Zoo, one run)",
     ("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1"): "-217.9 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
     (
@@ -252,6 +256,8 @@ PUBLISHED = {
     ("trpo", "Acrobot-v1"): "-83.1 at 100k (RL Baselines3 Zoo, one run)",
     ("trpo", "Pendulum-v1"): "-174.6 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
     ("trpo", "MountainCarContinuous-v0"): "92.5 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("trpo", "HalfCheetah-v5"): "1803 ± 46 at 1M on -v3 (sb3-contrib); none known at 300k",
+    ("trpo", "Hopper-v5"): "3372 ± 215 at 1M on -v3 (sb3-contrib); none known at 300k",
     ("a2c", "CartPole-v1"): "496.7 at 200k (SLM-Lab, training return)",
     ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
     ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
