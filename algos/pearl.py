@@ -680,7 +680,7 @@ class TaskBuffer:
 
 
 # Points: own trials. HalfCheetah: tasks, horizon, rewards and embedding batch of the authors' code
-# (katerakelly/oyster), but smaller networks, batches and rounds
+# (katerakelly/oyster), but smaller networks, batches and rounds, and larger steps
 POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, eval_episodes=40,
              total_timesteps=240_000, learning_starts=24_000, random_hold=20, steps_prior=20,
              steps_posterior=20, extra_steps_posterior=20, batch_size=32, embedding_batch_size=40,
@@ -688,8 +688,8 @@ POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, ev
              hold_z=10, eval_every=24_000, log_every=12_000, checkpoint_every=1_000)  # fmt: skip
 CHEETAH = dict(total_timesteps=1_000_000, num_train_tasks=100, num_test_tasks=30, reward_scale=5.0,
                steps_prior=200, extra_steps_posterior=200, embedding_batch_size=100, batch_size=64,
-               updates_per_step=0.1, learning_starts=20_000, hidden_sizes=(256, 256), eval_every=20_000,
-               eval_episodes=30, checkpoint_every=10_000)  # fmt: skip
+               updates_per_step=0.1, learning_rate=1e-3, learning_starts=20_000, hidden_sizes=(256, 256),
+               eval_every=20_000, eval_episodes=30, checkpoint_every=10_000)  # fmt: skip
 TUNED = {
     "PointRobot-v0": POINT | dict(hidden_sizes=(128, 128), encoder_sizes=(128, 128, 128), latent_dim=10),
     "SparsePointRobot-v0": POINT | dict(hidden_sizes=(64, 64), encoder_sizes=(128, 128),
