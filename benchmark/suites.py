@@ -210,7 +210,7 @@ SUITES = {
         Cell("maml", "PointNavigation-v0", 800_000, 3, None, (*MAML_ADAM, "ppo"), "ppo"),
         Cell("maml", "PointNavigation-v0", 1_600_000, 3, None, (*MAML_ADAM, "vpg"), "vpg"),
         Cell("maml", "PointNavigation-v0", 800_000, 3, None, ("--inner-steps", "0"), "no_adaptation"),
-        Cell("maml", "HalfCheetahDir-v0", 2_000_000, seeds=1, args=("--eval-every", "400000")),
+        Cell("maml", "HalfCheetahDir-v0", 40_000_000, seeds=1, args=("--eval-every", "2000000")),
         Cell("maml", "HalfCheetahVel-v0", 2_000_000, seeds=1, args=("--eval-every", "400000")),
     ],
     # Sample efficiency on one family; benchmark/meta.py draws it.
