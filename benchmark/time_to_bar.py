@@ -200,8 +200,10 @@ def draw(rows: list[dict], out: Path) -> None:
             if median < math.inf:
                 axes.plot([median], [line + shift], "|", color=colour, markersize=14, mew=3)
             if len(seconds) < len(found):
-                text = f"  {len(seconds)} of {len(found)} passed"
-                axes.text(max(seconds, default=1), line + shift, text, va="center", fontsize=8, color=colour)
+                end = max(float(row["trained_seconds"]) for row in found)
+                text = f"  {len(seconds)} of {len(found)} passed within {end:.0f} s"
+                at = dict(x=max(seconds), ha="left") if seconds else dict(x=end, ha="right")
+                axes.text(y=line + shift, s=text, va="center", fontsize=8, color=colour, **at)
             legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
     axes.set_yticks(range(len(cells)), [f"{cell} to {RACES[cell].bar:g}" for cell in reversed(cells)])
     axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
