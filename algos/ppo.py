@@ -270,7 +270,7 @@ class Trunk(nn.Module):
 
     def __init__(self, space, hidden_sizes, activation):
         super().__init__()
-        self.cnn = NatureCNN(*space.shape) if is_image(space) else nn.Identity()
+        self.cnn = NatureCNN(*space.shape) if len(space.shape) == 3 else nn.Identity()
         sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
         self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
         self.activation, self.width = getattr(F, activation), sizes[-1]
@@ -460,16 +460,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
-        try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+        default = replace(load(path)["args"], run_dir="", resume="", evaluate="", init_from="")
     args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments, seeds everything random and picks the device."""
+    """Checks the ranges of the arguments and picks the device."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         for part in (hint, *get_args(hint)):  # the type, or the types inside it
             for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
@@ -479,7 +476,6 @@ def set_up(args) -> torch.device:
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
         os.environ["MUJOCO_GL"] = "egl"
         print("no display: MuJoCo renders with MUJOCO_GL=egl")
-    set_seed(args.seed)
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds none here; cpu always works")
@@ -491,20 +487,17 @@ def set_seed(seed: int) -> None:
         seed_library(seed)
 
 
-def is_image(space: gym.Space) -> bool:
-    return space.dtype == np.uint8 and len(space.shape or ()) == 3
-
-
 def standardize(env: gym.Env) -> gym.Env:
     """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
     or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
     space, actions = env.observation_space, env.action_space
-    if is_image(space) and space.shape[2] < space.shape[0]:  # (H, W, C)
+    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
+    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
         turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
         env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not is_image(space) and not (isinstance(space, Box) and len(space.shape) == 1):
+    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
         env = gym.wrappers.FlattenObservation(env)
-    if not is_image(space) and env.observation_space.dtype not in (np.float32, np.float64):
+    if not image and env.observation_space.dtype not in (np.float32, np.float64):
         env = gym.wrappers.DtypeObservation(env, np.float32)
     if isinstance(actions, Box) and actions.dtype.kind == "f":
         bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
@@ -664,20 +657,21 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
 
 
 def load(path: str | Path) -> dict:
-    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    """What a .pt file of this script holds, or the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
-        raise UsageError(f"cannot load {path}: {error}") from None
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return state | {"args": Args(**state["args"])}
+    except (OSError, EOFError, RuntimeError, UnpicklingError, KeyError, TypeError) as error:
+        raise UsageError(f"{path} is no file of this script: {error}") from None
 
 
 def load_policy(path: str | Path):
     """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
     state = load(path)
-    args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    envs = make_envs(state["args"], 1)
+    spaces = envs.single_observation_space, envs.single_action_space
+    agent = Agent(*spaces, state["args"], torch.device("cpu"))
     agent.load_state_dict(state["agent"])
     return agent.eval().act
 
@@ -695,9 +689,8 @@ class Run:
         self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
         self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
         script = Path(sys.modules[train.__module__].__file__)
-        env = args.env_id.replace("/", "-").replace(":", "-")
-        name = f"runs/{env}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or name)
+        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
         if not args.evaluate:
@@ -754,9 +747,8 @@ class Run:
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
-        if self.signal:
-            os._exit(128 + number)
         self.signal = number
+        signal.signal(number, signal.SIG_DFL)
 
     def count(self, reward: np.ndarray, done: np.ndarray) -> None:
         """Counts one step of every environment; reward is as the environment gave it."""

@@ -193,7 +193,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(bc, capsys, changes, wo
 @pytest.mark.parametrize("changes, words", [
     (dict(expert=""), "--expert --dataset"), (dict(dataset="probe/x-v0"), "--expert --dataset"),
     (dict(expert="", dataset="probe/nowhere-v0"), "probe/nowhere-v0"), (dict(expert="no.npz"), "no.npz"),
-    (dict(expert="expert/reinforce.py"), "cannot load reinforce.py"), (dict(loss="mse"), "mse Box"),
+    (dict(expert="expert/reinforce.py"), "reinforce.py no file"), (dict(loss="mse"), "mse Box"),
     (dict(expert="data.npz", dagger_iterations=1), "--dagger-iterations acts"),
     (dict(env_id="probe_envs:Ones-v0"), "expert Walk Ones"), (dict(expert="bare"), "bare --expert-script"),
     (dict(expert_script="bare/notes.txt"), "notes.txt"), (dict(validation_share=0.6), "--validation-share"),

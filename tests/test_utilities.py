@@ -93,7 +93,7 @@ def test_a_damaged_checkpoint_and_one_of_another_script_are_refused(ppo, capsys)
     state = checkpoint()
     state["args"]["of_another"] = 1
     torch.save(state, "other.pt")
-    assert "not of this script" in fails(ppo, capsys, "--resume", "other.pt")
+    assert "no file of this script" in fails(ppo, capsys, "--resume", "other.pt")
     assert "does not fit" in fails(ppo, capsys, "--resume", "run", "--hidden-sizes", "9")
 
 
@@ -500,7 +500,7 @@ def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo, che
 def test_a_second_signal_stops_at_once(ppo):
     args = tiny(ppo, total_timesteps=10**6)
     args.env_kwargs |= dict(signal="SIGINT", after=100, times=2)
-    assert wait(fork(lambda: ppo.train(args))) == 130
+    assert wait(fork(lambda: ppo.train(args))) == -signal.SIGINT
     assert checkpoint()["run"]["env_steps"] == 0
 
 
