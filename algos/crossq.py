@@ -18,8 +18,7 @@ Differences from the paper:
  2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
  3. Running means are of the deviations, as Ioffe has them; the authors' code averages variances.
  4. The squared errors of the critics carry no factor 1/2.
- 5. Discrete actions, as SAC has them (Christodoulou 2019, arXiv 1910.07207), with log(n) / 2 for H.
- 6. On request n-step targets, without the entropies of the steps between; images go through a Nature CNN
+ 5. On request n-step targets, without the entropies of the steps between; images go through a Nature CNN
     (Mnih et al. 2015), which the critics share and which has no normalization of its own.
 
     python algos/crossq.py --env-id Pendulum-v1
@@ -32,7 +31,7 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
+import contextlib, errno, importlib, inspect, json, math, os, platform, random, shutil, signal, subprocess
 import sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
@@ -102,7 +101,7 @@ class Args:
     renorm_warmup: int = 100_000  # updates of a network before r and d count: batch normalization until then
     alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
-    target_entropy: float | None = None  # in nats; None: -dimensions of a Box, log(n) / 2 of Discrete(n)
+    target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
     reward_scale: float = 1.0  # rewards times this, for learning only
     hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers of the actor
     critic_sizes: tuple[Count, ...] = (2048, 2048)  # and of the critics (both behind the CNN on images)
@@ -123,12 +122,9 @@ def squashed_gaussian(mean, log_std, noise):
     return u.tanh(), (log_normal - log_slope).sum(dim=-1)
 
 
-def soft_value(q_values, log_prob, prob, alpha):
-    """V(s) = E[min_i Q_i(s, a) - alpha log pi(a | s)] (eq. 3), (B,), from q_values (n, B, M).
-
-    log_prob and prob are (B, M): of all M choices, or of the one drawn action, M = 1, and then prob is 1.
-    """
-    return (prob * (q_values.amin(dim=0) - alpha * log_prob)).sum(dim=-1)
+def soft_value(q_values, log_prob, alpha):
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s) (eq. 3)."""
+    return q_values.amin(dim=0) - alpha * log_prob
 
 
 def critic_loss(q_values, td_target):
@@ -153,29 +149,25 @@ def train(args: Args) -> np.ndarray:
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
     graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = Adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
     for optimizer in (actor_optimizer, critic_optimizer):
         optimizer.param_groups[0]["betas"] = (0.5, 0.999)  # as in the paper
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
+    alpha_optimizer = Adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
-    target_entropy = args.target_entropy
-    if target_entropy is None:
-        target_entropy = 0.5 * math.log(spaces[1].n) if agent.discrete else -math.prod(spaces[1].shape)
+    target_entropy = -math.prod(spaces[1].shape) if args.target_entropy is None else args.target_entropy
 
     def update_critic(batch):
         """One gradient step of the critics on a batch of transitions (B, ...)."""
         agent.eval().critic.train()  # the critics alone normalize by their batch
         obs, next_obs = agent.obs_norm(batch["obs"]), agent.obs_norm(batch["next_obs"])
         with torch.no_grad():
-            next_action, log_prob, prob = agent.policy(next_obs)
-        both_actions = torch.cat([batch["action"].view_as(next_action), next_action])
+            next_action, log_prob = agent.policy(next_obs)
+        both_actions = torch.cat([batch["action"].flatten(1), next_action])
         q_values, next_q_values = agent.critic(torch.cat([obs, next_obs]), both_actions).chunk(2, dim=1)
-        next_value = soft_value(next_q_values.detach(), log_prob, prob, agent.log_alpha.detach().exp())
+        next_value = soft_value(next_q_values.detach(), log_prob, agent.log_alpha.detach().exp())
         td_target = batch["reward"] + batch["discount"] * next_value
-        if agent.discrete:  # of all choices, those of the ones that were made
-            q_values = q_values.gather(-1, batch["action"].expand(2, -1)[..., None])
-        loss = critic_loss(q_values.squeeze(-1), td_target)
+        loss = critic_loss(q_values, td_target)
         grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
         return {
             "loss/critic": loss.detach(), "grad/critic_norm": grad_norm,
@@ -186,11 +178,11 @@ def train(args: Args) -> np.ndarray:
         """One gradient step of the actor and one of the temperature."""
         agent.eval().actor.train()  # the actor alone normalizes by its batch
         obs = agent.obs_norm(batch["obs"])
-        action, log_prob, prob = agent.policy(obs)
+        action, log_prob = agent.policy(obs)
         alpha = agent.log_alpha.detach().exp()
-        loss = -soft_value(agent.critic(obs, action), log_prob, prob, alpha).mean()
+        loss = -soft_value(agent.critic(obs, action), log_prob, alpha).mean()
         grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
-        entropy = -(prob * log_prob).detach().sum(dim=-1).mean()
+        entropy = -log_prob.detach().mean()
         if args.auto_alpha:
             gradient_step(alpha_loss(agent.log_alpha, entropy, target_entropy), alpha_optimizer, math.inf)
         return {
@@ -229,7 +221,7 @@ def train(args: Args) -> np.ndarray:
             agent.obs_norm.update(to_tensor(obs, device))
         if run.env_steps < args.learning_starts:
             if run.env_steps // args.num_envs % args.random_hold == 0 or run.saved_at == run.env_steps:
-                action = envs.action_space.sample()
+                action = envs.action_space.sample()  # a new one also where a segment starts
         else:
             action = agent.act(obs, info, greedy=False)
         next_obs, reward, terminated, truncated, next_info = envs.step(action)
@@ -345,45 +337,38 @@ class BatchRenorm(nn.Module):
 
 
 class Critic(nn.Module):
-    """The values Q_i(s, a) of two critics, for observations (B, *obs_space.shape) and actions."""
+    """The values Q_i(s, a) of two critics, (2, B), for observations (B, *obs_space.shape) and actions."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.discrete = isinstance(action_space, Discrete)
         self.encoder = Trunk(obs_space, (), args.activation)  # of images; vectors pass as they are
-        inputs, outputs = (0, action_space.n) if self.discrete else (math.prod(action_space.shape), 1)
-        sizes = [self.encoder.width + inputs, *args.critic_sizes, outputs]
+        sizes = [self.encoder.width + math.prod(action_space.shape), *args.critic_sizes, 1]
         norms = (BatchRenorm(2, 1, size, warmup=args.renorm_warmup) for size in sizes)
         layers = (StackedLinear(2, *size) for size in pairwise(sizes))
         self.layers = nn.ModuleList(map(nn.Sequential, norms, layers))
         self.activation = getattr(F, args.activation)
 
     def forward(self, obs, action):
-        """(2, B, M): of all M choices, whichever action is given, or of M = 1 action of a Box."""
-        x = self.encoder(obs)
-        x = (x if self.discrete else torch.cat([x, action.flatten(1)], dim=-1)).expand(2, -1, -1)
+        x = torch.cat([self.encoder(obs), action.flatten(1)], dim=-1).expand(2, -1, -1)
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
-        return self.layers[-1](x)
+        return self.layers[-1](x).squeeze(-1)
 
 
 class Actor(nn.Module):
-    """What describes pi(. | s) for observations (B, *obs_space.shape).
-
-    Discrete(n): logits (B, n). Box of A dimensions: mean and log standard deviation before tanh, (B, 2A).
-    """
+    """Mean and log standard deviation before tanh, (B, A) each, for observations (B, *obs_space.shape)."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.trunk = Trunk(obs_space, args.hidden_sizes, args.activation)
-        outputs = action_space.n if isinstance(action_space, Discrete) else 2 * math.prod(action_space.shape)
-        self.head = orthogonal(nn.Linear(self.trunk.width, outputs), gain=0.01)
+        self.head = orthogonal(nn.Linear(self.trunk.width, 2 * math.prod(action_space.shape)), gain=0.01)
         norm = lambda layer: BatchRenorm(1, layer.in_features, warmup=args.renorm_warmup)
         self.trunk.layers = nn.ModuleList(nn.Sequential(norm(layer), layer) for layer in self.trunk.layers)
         self.head = nn.Sequential(norm(self.head), self.head)
 
     def forward(self, obs):
-        return self.head(self.trunk(obs))
+        mean, log_std = self.head(self.trunk(obs)).chunk(2, dim=-1)
+        return mean, log_std.clamp(-20, 2)
 
 
 class Agent(nn.Module):
@@ -391,11 +376,8 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        self.discrete = isinstance(action_space, Discrete)
-        if not self.discrete and not (isinstance(action_space, Box) and action_space.is_bounded()):
-            raise UsageError(
-                f"{args.env_id} has {action_space} actions, not a bounded Box nor Discrete: try ppo.py"
-            )
+        if not isinstance(action_space, Box) or not action_space.is_bounded():
+            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try ppo.py")
         self.device, self.action_shape = device, action_space.shape
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_space, action_space, args)
@@ -404,27 +386,16 @@ class Agent(nn.Module):
         self.to(device)
 
     def policy(self, obs):
-        """Drawn actions (B, A), or (B,) of Discrete, and their log_prob and prob as soft_value takes them."""
-        pi = self.actor(obs)
-        if self.discrete:
-            log_prob = pi.log_softmax(dim=-1)
-            gumbel = -torch.empty_like(pi).exponential_().log()
-            return (log_prob + gumbel).argmax(dim=-1), log_prob, log_prob.exp()
-        mean, log_std = pi.chunk(2, dim=-1)
-        action, log_prob = squashed_gaussian(mean, log_std.clamp(-20, 2), torch.randn_like(mean))
-        return action, log_prob[:, None], torch.ones_like(log_prob)[:, None]
-
-    def mode(self, obs):
-        """The action that is played greedily: the likeliest choice (B,), or the squashed mean (B, A)."""
-        pi = self.actor(obs)
-        return pi.argmax(dim=-1) if self.discrete else pi.chunk(2, dim=-1)[0].tanh()
+        """Drawn actions (B, A) and their log_prob (B,)."""
+        mean, log_std = self.actor(obs)
+        return squashed_gaussian(mean, log_std, torch.randn_like(mean))
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, *action_space.shape) in a vector environment: greedy ones, or drawn."""
         self.eval()  # an update leaves a network in training mode
         obs = self.obs_norm(to_tensor(obs, self.device))
-        action = self.mode(obs) if greedy else self.policy(obs)[0]
+        action = self.actor(obs)[0].tanh() if greedy else self.policy(obs)[0]
         return action.cpu().numpy().reshape(-1, *self.action_shape)
 
 
@@ -646,10 +617,25 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
@@ -790,14 +776,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

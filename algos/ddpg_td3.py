@@ -14,8 +14,8 @@ Differences from the papers:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
  2. Actions, noise and clipping live on [-1, 1], stretched to the bounds of each dimension.
  3. --algorithm ddpg has the networks, rates and tau of td3, and random actions at first. DDPG's paper has
-    batch normalization, layers of 400 and 300, actions that enter the critic at the second one, 1e-2 of
-    weight decay there, a learning rate of 1e-4 in the actor, tau 0.001, batches of 64 and noise of 0.2.
+    batch normalization, layers of 400 and 300, actions that enter the critic at the second one, weight decay
+    of 1e-2 in the critic, a learning rate of 1e-4 in the actor, tau 0.001, batches of 64 and noise of 0.2.
  4. --algorithm td3 has networks and batches of 256 as the authors' later code, not (400, 300) and 100.
  5. On request n-step targets; images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 
@@ -29,8 +29,8 @@ Differences from the papers:
 # ]
 # ///
 
-import contextlib, copy, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, copy, errno, importlib, inspect, json, math, os, platform, random, shutil, signal
+import subprocess, sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -97,19 +97,14 @@ class Args:
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
-    actor_weight_decay: Rate = 0.0  # added to the gradient of the actor, times its weights
-    critic_weight_decay: Rate = 0.0  # added to the gradient of the critics, times their weights
     max_grad_norm: Rate = math.inf  # global norm at which each gradient is clipped; inf: never
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
     tau: Share = 0.005  # share of the new weights in each update of the target networks
-    clip_return: Rate = math.inf  # targets are kept within +-this
-    clip_positive_returns: bool = False  # targets are kept at 0 or below
     reward_scale: float = 1.0  # rewards times this, for learning only
     hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
 
 
 PRESETS = {
@@ -126,17 +121,18 @@ def ingredient(args, name):
 
 # -------------------------------------------------------------------------------------------- learning rule
 def smooth_action(action, noise, clip):
-    """a' (TD3 eq. 14), so that similar actions have similar values: noise goes no further than clip.
+    """a' = action + clip(noise, -c, c) (TD3 eq. 14), all (B, A), kept on [-1, 1] where actions live.
 
-    action in [-1, 1], noise and the result are (B, A).
+    So the target is a mean over similar actions, and a narrow peak of Q' is worth little.
     """
     return (action + noise.clamp(-clip, clip)).clamp(-1, 1)
 
 
 def clipped_double_q(reward, discount, next_q_values):
-    """y (TD3 eq. 10), (B,), with the least of next_q_values (n, B) in the state that follows reward (B,).
+    """y = R + gamma^k min_i Q'_i(s_{t+k}, a') (TD3 eq. 10; of one critic DDPG eq. 5), (B,).
 
-    discount (B,) is gamma^k after k steps, and 0 where that state is terminal. For n = 1 it is DDPG eq. 5.
+    reward R is the discounted sum of the k rewards before s_{t+k}, discount is gamma^k, or 0 where s_{t+k} is
+    terminal, both (B,). next_q_values (n, B) are the Q'_i of n critics.
     """
     return reward + discount * next_q_values.amin(dim=0)
 
@@ -147,12 +143,13 @@ def critic_loss(q_values, td_target):
 
 
 def explore(noise, kind, std):
-    """Noise for the next actions, (num_envs, A): new each time, or drawn to 0 from the noise before.
+    """The noise of the next actions (num_envs, A), from that of the last ones.
 
-    The latter is an Ornstein-Uhlenbeck process with theta = 0.15 and steps of 1 (DDPG section 7).
+    Gaussian noise is drawn anew. Ornstein-Uhlenbeck noise is added to what is left of the last one, which
+    loses a share theta = 0.15 in each step (DDPG section 7).
     """
     fresh = std * np.random.standard_normal(noise.shape).astype(np.float32)
-    return fresh if kind == "gaussian" else 0.85 * noise + fresh
+    return fresh if kind == "gaussian" else (1 - 0.15) * noise + fresh
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -166,15 +163,10 @@ def train(args: Args) -> np.ndarray:
         return Run(args, args.num_envs, agent=agent).evaluate()
     actor_lr, critic_lr = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr))
     graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
-    actor_optimizer.param_groups[0]["weight_decay"] = args.actor_weight_decay
-    critic_optimizer.param_groups[0]["weight_decay"] = args.critic_weight_decay
+    actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = Adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
-    reward_norm = RewardNorm(args.gamma)
-    highest = 0.0 if args.clip_positive_returns else args.clip_return
-    names = "policy_delay", "target_noise", "noise"
-    policy_delay, target_noise, noise_kind = (ingredient(args, name) for name in names)
+    policy_delay, target_noise = ingredient(args, "policy_delay"), ingredient(args, "target_noise")
 
     def update_critic(batch):
         """One gradient step of the critics on a batch of transitions (B, ...)."""
@@ -186,7 +178,6 @@ def train(args: Args) -> np.ndarray:
                 next_action = smooth_action(next_action, noise, args.target_noise_clip)
             next_q_values = agent.target_critic(next_obs, next_action)
             td_target = clipped_double_q(batch["reward"], batch["discount"], next_q_values)
-            td_target = td_target.clamp(-args.clip_return, highest)
         q_values = agent.critic(obs, batch["action"])
         loss = critic_loss(q_values, td_target)
         grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
@@ -208,7 +199,7 @@ def train(args: Args) -> np.ndarray:
     learn_actor = CudaGraph(update_actor) if graph else update_actor
     run = Run(
         args, args.num_envs, agent=agent, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
-        buffer=buffer, reward_norm=reward_norm,
+        buffer=buffer,
     )  # fmt: skip
     noise = np.zeros((args.num_envs, *spaces[1].shape), dtype=np.float32)
     rewards, result = [], {}
@@ -224,7 +215,7 @@ def train(args: Args) -> np.ndarray:
             envs, obs, info = start_segment(args, run.env_steps, envs)
             buffer.cut()
             rewards, result = [], {}
-            noise[:], reward_norm.return_ = 0.0, 0.0
+            noise[:] = 0.0
         if args.anneal_lr:
             for optimizer in (actor_optimizer, critic_optimizer):
                 group = optimizer.param_groups[0]
@@ -236,7 +227,7 @@ def train(args: Args) -> np.ndarray:
         if run.env_steps < args.learning_starts:
             action = envs.action_space.sample()
         else:
-            noise = explore(noise, noise_kind, args.exploration_noise)
+            noise = explore(noise, ingredient(args, "noise"), args.exploration_noise)
             action = (agent.act(obs, info) + noise).clip(-1, 1)
         next_obs, reward, terminated, truncated, next_info = envs.step(action)
         done = terminated | truncated
@@ -245,9 +236,7 @@ def train(args: Args) -> np.ndarray:
 
         # Store
         buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, terminated=terminated, done=done)
-        if args.normalize_reward:  # its statistics; rewards are scaled when they are drawn
-            reward_norm(torch.from_numpy(reward[None]), torch.from_numpy(1.0 * done[None]))
-        noise[done] = 0.0
+        noise[done] = 0.0  # it remembers nothing of the episode before
         obs, info = reset_done(envs, next_obs, next_info, done)
 
         # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
@@ -256,8 +245,6 @@ def train(args: Args) -> np.ndarray:
             for number in range(first, int(args.updates_per_step * run.env_steps)):
                 batch = buffer.sample(args.batch_size)
                 batch["reward"] *= args.reward_scale
-                if args.normalize_reward:
-                    batch["reward"] = (batch["reward"] * (reward_norm.var + 1e-8).rsqrt()).clamp(-10, 10)
                 result |= learn_critic(batch)
                 if number % policy_delay == 0:
                     result |= learn_actor(batch)
@@ -403,23 +390,6 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-class RewardNorm(RunningNorm):
-    """Rewards over the standard deviation of the running discounted return, clipped to +-10."""
-
-    def __init__(self, gamma: float):
-        super().__init__(())
-        self.gamma, self.return_ = gamma, 0.0  # return_ starts from 0 in each segment
-
-    def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Rewards and episode ends (num_steps, num_envs) of the steps that follow the last call."""
-        returns = torch.empty_like(reward)
-        for t in range(len(reward)):
-            returns[t] = reward[t] + self.gamma * self.return_
-            self.return_ = returns[t] * (1 - done[t])
-        self.update(returns.flatten())
-        return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
-
-
 # ------------------------------------------------------------------------------------------- replay memory
 class ReplayBuffer:
     """The last buffer_size transitions, in a ring; those of one step of all environments lie side by side."""
@@ -482,9 +452,8 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Own trials; MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml, which mujoco (with the
-# networks of the authors' later code), LunarLanderContinuous and BipedalWalker follow; the last two were
-# never run here
+# Pendulum and MountainCarContinuous: own trials, the latter with the noise of RL Baselines3 Zoo's td3.yml.
+# The others follow that file, mujoco with the networks of Args; LunarLander and BipedalWalker never ran here.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=2_000, gamma=0.95, hidden_sizes=(64, 64),
                         batch_size=128, eval_every=2_500),
@@ -621,10 +590,25 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
@@ -773,14 +757,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

@@ -31,8 +31,8 @@ Differences from the papers:
 # ]
 # ///
 
-import contextlib, copy, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, copy, errno, importlib, inspect, json, math, os, platform, random, shutil, signal
+import subprocess, sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -87,7 +87,6 @@ class Args:
     double: bool = False  # the online network chooses the next action, the target network judges it
     dueling: bool = False  # separate streams for the value of the state and the advantages of the actions
     noisy: bool = False  # explore by noise on the weights instead of epsilon
-    noise_type: Literal["factorized", "independent"] = "factorized"  # one per input and output, or per weight
     n_step: Count = 1  # rewards before the value takes over
     per: bool = False  # draw transitions with large errors more often
     per_alpha: Share = 0.6  # how much more often; 0: uniform
@@ -97,7 +96,6 @@ class Args:
     anneal_lr: bool = True  # the learning rate falls linearly to 0
     adam_eps: Rate = 1e-8  # added to the denominator of Adam
     gamma: Share = 0.99  # discount
-    loss: Literal["huber", "mse"] = "huber"  # of the error y - Q; mse is half of the square
     max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
     batch_size: Count = 64  # transitions in each update
     buffer_size: Count = 100_000  # rows kept for replay: one for each step and one more for each episode
@@ -127,11 +125,9 @@ def td_target(reward, discount, target_q_values, q_values=None):
     return reward + discount * target_q_values.gather(1, best).squeeze(1)
 
 
-def q_loss(td_error, loss, weight):
-    """Mean of Huber's loss or half the square of the errors (B,), times the weights (B,)."""
-    zero = torch.zeros_like(td_error)
-    error = F.huber_loss(td_error, zero, reduction="none") if loss == "huber" else td_error.square() / 2
-    return (weight * error).mean()
+def q_loss(td_error, weight):
+    """Mean of Huber's loss of the errors e (B,), times the weights (B,): e^2 / 2, or |e| - 1/2 beyond 1."""
+    return (weight * F.huber_loss(td_error, torch.zeros_like(td_error), reduction="none")).mean()
 
 
 def epsilon_at(env_steps, args):
@@ -154,7 +150,7 @@ def train(args: Args) -> np.ndarray:
         return Run(args, args.num_envs, agent=agent).evaluate()
     target_agent = copy.deepcopy(agent)
     graph = args.compile and device.type == "cuda"
-    optimizer = make_adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
+    optimizer = Adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
     buffer = FrameBuffer(args, envs.single_observation_space, device)
     buffer.start(obs)
 
@@ -164,21 +160,22 @@ def train(args: Args) -> np.ndarray:
             q_values = agent(batch["next_obs"]) if args.double else None
             y = td_target(batch["reward"], batch["discount"], target_agent(batch["next_obs"]), q_values)
         q_value = agent(batch["obs"]).gather(1, batch["action"][:, None]).squeeze(1)
-        loss = q_loss(y - q_value, args.loss, batch["weight"])
+        td_error = y - q_value
+        loss = q_loss(td_error, batch["weight"])
         optimizer.zero_grad()
         loss.backward()
         (grad_norm,) = clip_gradients(optimizer, args.max_grad_norm)
         optimizer.step()
-        q_value = q_value.detach()
+        q_value, td_error = q_value.detach(), td_error.detach()
         return {
-            "td_error": y - q_value, "loss/q": loss.detach(), "loss/td_error": (y - q_value).abs().mean(),
+            "td_error": td_error, "loss/q": loss.detach(), "loss/td_error": td_error.abs().mean(),
             "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": y.mean(),
             "grad/norm": grad_norm,
         }  # fmt: skip
 
     learn = CudaGraph(update) if graph else update
     run = Run(args, args.num_envs, agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
-    if args.init_from:
+    if args.init_from:  # it has given its weights to the agent alone
         target_agent.load_state_dict(agent.state_dict())
     rewards, metrics = [], {}  # since the last row; of the last update
     while True:
@@ -279,14 +276,13 @@ class Trunk(nn.Module):
 class NoisyLinear(nn.Linear):
     """y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (Fortunato et al. 2018, eq. 9).
 
-    mu (weight and bias) and sigma are learned; eps is drawn anew in each forward, and 0 in evaluations.
+    mu (weight and bias) and sigma are learned; eps is drawn anew in each forward, and 0 in evaluations. It is
+    factorized: of one number per input and one per output, eps_w has the products (eq. 10 and 11).
     """
 
-    def __init__(self, fan_in, fan_out, noise_type):
+    def __init__(self, fan_in, fan_out):
         super().__init__(fan_in, fan_out)
-        self.factorized = noise_type == "factorized"
-        bound = fan_in**-0.5 if self.factorized else (3 / fan_in) ** 0.5
-        sigma = 0.5 * fan_in**-0.5 if self.factorized else 0.017
+        bound, sigma = fan_in**-0.5, 0.5 * fan_in**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
         self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
@@ -295,13 +291,10 @@ class NoisyLinear(nn.Linear):
     def forward(self, x):
         if not self.training:
             return super().forward(x)
-        if self.factorized:
-            noise = torch.randn(self.out_features + self.in_features, device=x.device)
-            noise = noise.sign() * noise.abs().sqrt()  # f of eq. 10 and 11
-            bias_noise, input_noise = noise.split([self.out_features, self.in_features])
-            weight_noise = bias_noise[:, None] * input_noise
-        else:
-            weight_noise, bias_noise = torch.randn_like(self.weight), torch.randn_like(self.bias)
+        noise = torch.randn(self.out_features + self.in_features, device=x.device)
+        noise = noise.sign() * noise.abs().sqrt()  # f of the paper
+        bias_noise, input_noise = noise.split([self.out_features, self.in_features])
+        weight_noise = bias_noise[:, None] * input_noise
         weight = torch.addcmul(self.weight, self.weight_sigma, weight_noise)
         return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, bias_noise))
 
@@ -313,8 +306,7 @@ class Stream(nn.Module):
         super().__init__()
         width = args.hidden_sizes[-1]
         if args.noisy:
-            self.hidden = NoisyLinear(fan_in, width, args.noise_type)
-            self.output = NoisyLinear(width, fan_out, args.noise_type)
+            self.hidden, self.output = NoisyLinear(fan_in, width), NoisyLinear(width, fan_out)
         else:
             self.hidden = orthogonal(nn.Linear(fan_in, width))
             self.output = orthogonal(nn.Linear(width, fan_out), gain=1.0)
@@ -528,7 +520,7 @@ class FrameBuffer:
 
 # From RL Baselines3 Zoo's dqn.yml; own trials changed CartPole, MountainCar and LunarLander. Atari: CleanRL.
 TUNED = {
-    "CartPole-v1": dict(n_step=3, train_every=4, updates_per_train=2, target_update_every=250,
+    "CartPole-v1": dict(n_step=5, batch_size=128, train_every=4, updates_per_train=2, target_update_every=250,
                         hidden_sizes=(128, 128)),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
                        train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
@@ -671,10 +663,25 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
@@ -814,14 +821,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

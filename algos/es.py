@@ -148,9 +148,8 @@ def train(args: Args) -> np.ndarray:
             return run.close(envs)
         if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
             envs, _, _ = start_segment(args, run.env_steps, envs)
-        if args.anneal_lr:
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (1 - run.env_steps / args.total_timesteps)
+        left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
+        optimizer.param_groups[0]["lr"] = args.learning_rate * left
 
         # Perturb. Every process knows the noise and the starts of all members from the seed and the step.
         member = np.arange(args.population).repeat(args.episodes_per_member)  # who plays each episode
@@ -560,14 +559,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

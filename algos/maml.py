@@ -29,7 +29,7 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+import contextlib, errno, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, time
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -164,7 +164,7 @@ def train(args: Args) -> np.ndarray:
     envs, *_ = start_segment(args)
     agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
     theta = list(agent.parameters())
-    optimizer = make_adam([(theta, args.outer_lr)], device)  # trpo takes its steps without it
+    optimizer = Adam([(theta, args.outer_lr)], device)  # trpo takes its steps without it
 
     def update(rollouts):
         """The outer step: on the last rollout, through the inner steps on those before it."""
@@ -760,10 +760,25 @@ def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
     return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def load(path: str | Path) -> dict:
@@ -811,14 +826,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

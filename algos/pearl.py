@@ -29,8 +29,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, copy, errno, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, copy, errno, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys
+import time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -109,7 +109,7 @@ class Args:
     tau: Share = 0.005  # share of the new weights in each update of the target networks
     alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
-    target_entropy: float | None = None  # in nats; None: -dimensions of a Box
+    target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
     latent_dim: Count = 5  # dimensions of z
     hold_z: Steps = 0  # steps after which z is drawn anew; 0: it is held for an episode, as in the paper
     information_bottleneck: bool = True  # z is drawn, and the KL keeps it small; else z is the mean output
@@ -151,8 +151,8 @@ def squashed_gaussian(mean, log_std, noise):
     return u.tanh(), (log_normal - log_slope).sum(dim=-1)
 
 
-def least_soft_value(q_values, log_prob, alpha):
-    """min_i Q_i(s, a, z) - alpha log pi(a | s, z), (B,), for the values of the critics (2, B)."""
+def soft_value(q_values, log_prob, alpha):
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s) (eq. 3)."""
     return q_values.amin(dim=0) - alpha * log_prob
 
 
@@ -180,17 +180,15 @@ def train(args: Args) -> np.ndarray:
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
     graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
     critic_parameters = [*agent.encoder.parameters(), *agent.critic.parameters()]
-    critic_optimizer = make_adam([(critic_parameters, critic_lr)], device, graph=graph)
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
+    critic_optimizer = Adam([(critic_parameters, critic_lr)], device, graph=graph)
+    alpha_optimizer = Adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     context_steps = args.steps_prior + args.steps_posterior
     round_steps = context_steps + args.extra_steps_posterior
     tasks = sample_tasks(args, args.num_train_tasks, np.random.default_rng(args.seed))
     buffer = TaskBuffer(args, tasks, *spaces, context_steps, round_steps, device)
-    target_entropy = args.target_entropy
-    if target_entropy is None:
-        target_entropy = -math.prod(spaces[1].shape)
+    target_entropy = -math.prod(spaces[1].shape) if args.target_entropy is None else args.target_entropy
 
     def update_critic(batch):
         """One gradient step of encoder and critics, on transitions (T * B, ...) and contexts (T, N, W)."""
@@ -199,7 +197,7 @@ def train(args: Args) -> np.ndarray:
         with torch.no_grad():
             next_action, log_prob, _ = agent.policy(batch["next_obs"], z)
             next_q_values = agent.target_critic(batch["next_obs"], next_action, z)
-            next_value = least_soft_value(next_q_values, log_prob, agent.log_alpha.exp())
+            next_value = soft_value(next_q_values, log_prob, agent.log_alpha.exp())
             td_target = batch["reward"] + args.gamma * (1 - batch["terminated"]) * next_value
         q_values = agent.critic(batch["obs"], batch["action"], z)
         loss = critic_loss(q_values, td_target)
@@ -217,7 +215,7 @@ def train(args: Args) -> np.ndarray:
             z = draw(*agent.belief(batch["context"])).repeat_interleave(args.batch_size, dim=0)
         action, log_prob, (mean, log_std, u) = agent.policy(batch["obs"], z)
         alpha = agent.log_alpha.detach().exp()
-        loss = -least_soft_value(agent.critic(batch["obs"], action, z), log_prob, alpha).mean()
+        loss = -soft_value(agent.critic(batch["obs"], action, z), log_prob, alpha).mean()
         for weight, x in ((args.mean_reg, mean), (args.log_std_reg, log_std), (args.pre_tanh_reg, u)):
             loss = loss + weight * x.square().mean()
         grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
@@ -356,7 +354,7 @@ class Encoder(nn.Module):
 
 
 class Critic(nn.Module):
-    """The values Q_i(s, a, z) of two critics, for vectors (B, ...)."""
+    """The values Q_i(s, a, z) of two critics, (2, B), for vectors (B, ...)."""
 
     def __init__(self, fan_in, args):
         super().__init__()
@@ -365,15 +363,14 @@ class Critic(nn.Module):
         self.activation = getattr(F, args.activation)
 
     def forward(self, obs, action, z):
-        """(2, B)."""
-        x = torch.cat([obs, action, z], dim=-1).expand(2, -1, -1)
+        x = torch.cat([obs, action.flatten(1), z], dim=-1).expand(2, -1, -1)
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
         return self.layers[-1](x).squeeze(-1)
 
 
 class Actor(nn.Module):
-    """Mean and log standard deviation before tanh, (B, 2A), of pi(. | s, z)."""
+    """Mean and log standard deviation before tanh, (B, A) each, of pi(. | s, z)."""
 
     def __init__(self, fan_in, outputs, args):
         super().__init__()
@@ -381,7 +378,8 @@ class Actor(nn.Module):
         self.head = orthogonal(nn.Linear(self.trunk.width, 2 * outputs), gain=0.01)
 
     def forward(self, obs, z):
-        return self.head(self.trunk(torch.cat([obs, z], dim=-1)))
+        mean, log_std = self.head(self.trunk(torch.cat([obs, z], dim=-1))).chunk(2, dim=-1)
+        return mean, log_std.clamp(-20, 2)
 
 
 class Agent(nn.Module):
@@ -389,10 +387,8 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        if not (isinstance(action_space, Box) and action_space.is_bounded()):
+        if not isinstance(action_space, Box) or not action_space.is_bounded():
             raise UsageError(f"{args.env_id} has {action_space} actions, PEARL needs a bounded Box")
-        if len(obs_space.shape) == 3:
-            raise UsageError(f"{args.env_id} shows images, pearl.py learns from vectors")
         self.device, self.action_shape = device, action_space.shape
         self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
         self.next_obs = args.next_obs_in_context
@@ -438,13 +434,9 @@ class Agent(nn.Module):
 
     def policy(self, obs, z):
         """Drawn actions (B, A), their log_prob (B,); to regularize, mean, log_std, draw before tanh."""
-        mean, log_std = self.actor(obs, z).chunk(2, dim=-1)
-        log_std, noise = log_std.clamp(-20, 2), torch.randn_like(mean)
+        mean, log_std = self.actor(obs, z)
+        noise = torch.randn_like(mean)
         return *squashed_gaussian(mean, log_std, noise), (mean, log_std, mean + log_std.exp() * noise)
-
-    def mode(self, obs, z):
-        """The action that is played greedily: the squashed mean (B, A)."""
-        return self.actor(obs, z).chunk(2, dim=-1)[0].tanh()
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
@@ -455,7 +447,7 @@ class Agent(nn.Module):
         """
         z = info["z"] if "z" in info else self.belief_after(info.get("steps", []), len(obs))[0]
         obs = to_tensor(obs, self.device)
-        action = self.mode(obs, z) if greedy else self.policy(obs, z)[0]
+        action = self.actor(obs, z)[0].tanh() if greedy else self.policy(obs, z)[0]
         return action.cpu().numpy().reshape(-1, *self.action_shape)
 
 
@@ -800,10 +792,25 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
@@ -960,14 +967,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

@@ -11,10 +11,8 @@ Differences from the paper:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
  2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
  3. The squared errors of the critics carry no factor 1/2.
- 4. Discrete actions (Christodoulou 2019, arXiv 1910.07207): expectations over a are sums over all actions,
-    and H is log(n) / 2 in place of 0.98 log(n), which is nearly uniform where there are few choices.
- 5. On request n-step targets, without the entropies of the steps between, and CAPS (Mysore et al. 2021, arXiv
-    2012.06644); images go through a Nature CNN (Mnih et al. 2015), which the critics share.
+ 4. On request n-step targets, without the entropies of the steps between; images go through a Nature CNN
+    (Mnih et al. 2015), which the critics share.
 
     python algos/sac.py --env-id Pendulum-v1
 """
@@ -26,8 +24,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, copy, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, copy, errno, importlib, inspect, json, math, os, platform, random, shutil, signal
+import subprocess, sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -95,10 +93,7 @@ class Args:
     tau: Share = 0.005  # share of the new weights in each update of the target networks
     alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
-    target_entropy: float | None = None  # in nats; None: -dimensions of a Box, log(n) / 2 of Discrete(n)
-    caps_temporal: Rate = 0.0  # weight of the distance between the actions of successive states
-    caps_spatial: Rate = 0.0  # weight of the distance between the actions of a state and of one near it
-    caps_epsilon: Rate = 0.05  # standard deviation of the noise that makes a state near another
+    target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
     reward_scale: float = 1.0  # rewards times this, for learning only
     hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
@@ -118,12 +113,9 @@ def squashed_gaussian(mean, log_std, noise):
     return u.tanh(), (log_normal - log_slope).sum(dim=-1)
 
 
-def soft_value(q_values, log_prob, prob, alpha):
-    """V(s) = E[min_i Q_i(s, a) - alpha log pi(a | s)] (eq. 3), (B,), from q_values (n, B, M).
-
-    log_prob and prob are (B, M): of all M choices, or of the one drawn action, M = 1, and then prob is 1.
-    """
-    return (prob * (q_values.amin(dim=0) - alpha * log_prob)).sum(dim=-1)
+def soft_value(q_values, log_prob, alpha):
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s) (eq. 3)."""
+    return q_values.amin(dim=0) - alpha * log_prob
 
 
 def critic_loss(q_values, td_target):
@@ -136,47 +128,34 @@ def alpha_loss(log_alpha, entropy, target_entropy):
     return log_alpha.exp() * (entropy - target_entropy)
 
 
-def caps_loss(action, near_action):
-    """Mean distance of the actions of a state and of one near it, row by row, both (B, A) (CAPS)."""
-    return (action - near_action).norm(dim=-1).mean()
-
-
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     envs, obs, info = start_segment(args)
     spaces = envs.single_observation_space, envs.single_action_space
-    if (args.caps_temporal or args.caps_spatial) and (
-        isinstance(spaces[1], Discrete) or len(spaces[0].shape) == 3
-    ):
-        raise UsageError("--caps-temporal and --caps-spatial are for Box actions and vectors as observations")
     agent = Agent(*spaces, args, device)
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
     rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
     actor_lr, critic_lr, alpha_lr = rates
     graph = args.compile and device.type == "cuda"
-    actor_optimizer = make_adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = make_adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
-    alpha_optimizer = make_adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
+    actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
+    critic_optimizer = Adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    alpha_optimizer = Adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     buffer = ReplayBuffer(args, *spaces, device)
-    target_entropy = args.target_entropy
-    if target_entropy is None:
-        target_entropy = 0.5 * math.log(spaces[1].n) if agent.discrete else -math.prod(spaces[1].shape)
+    target_entropy = -math.prod(spaces[1].shape) if args.target_entropy is None else args.target_entropy
 
     def update_critic(batch):
         """One gradient step of the critics on a batch of transitions (B, ...)."""
         obs, next_obs = agent.obs_norm(batch["obs"]), agent.obs_norm(batch["next_obs"])
         with torch.no_grad():
-            next_action, log_prob, prob = agent.policy(next_obs)
+            next_action, log_prob = agent.policy(next_obs)
             next_q_values = agent.target_critic(next_obs, next_action)
-            next_value = soft_value(next_q_values, log_prob, prob, agent.log_alpha.exp())
+            next_value = soft_value(next_q_values, log_prob, agent.log_alpha.exp())
             td_target = batch["reward"] + batch["discount"] * next_value
         q_values = agent.critic(obs, batch["action"])
-        if agent.discrete:  # of all choices, those of the ones that were made
-            q_values = q_values.gather(-1, batch["action"].expand(2, -1)[..., None])
-        loss = critic_loss(q_values.squeeze(-1), td_target)
+        loss = critic_loss(q_values, td_target)
         grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
         return {
             "loss/critic": loss.detach(), "grad/critic_norm": grad_norm,
@@ -186,17 +165,11 @@ def train(args: Args) -> np.ndarray:
     def update_actor(batch):
         """One gradient step of the actor and one of the temperature; the targets follow."""
         obs = agent.obs_norm(batch["obs"])
-        action, log_prob, prob = agent.policy(obs)
+        action, log_prob = agent.policy(obs)
         alpha = agent.log_alpha.detach().exp()
-        loss = -soft_value(agent.critic(obs, action), log_prob, prob, alpha).mean()
-        if args.caps_temporal:
-            next_action = agent.mode(agent.obs_norm(batch["next_obs"]))
-            loss = loss + args.caps_temporal * caps_loss(agent.mode(obs), next_action)
-        if args.caps_spatial:
-            near_action = agent.mode(obs + args.caps_epsilon * torch.randn_like(obs))
-            loss = loss + args.caps_spatial * caps_loss(agent.mode(obs), near_action)
+        loss = -soft_value(agent.critic(obs, action), log_prob, alpha).mean()
         grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
-        entropy = -(prob * log_prob).detach().sum(dim=-1).mean()
+        entropy = -log_prob.detach().mean()
         if args.auto_alpha:
             gradient_step(alpha_loss(agent.log_alpha, entropy, target_entropy), alpha_optimizer, math.inf)
         polyak_update(agent.critic, agent.target_critic, args.tau)
@@ -236,7 +209,7 @@ def train(args: Args) -> np.ndarray:
             agent.obs_norm.update(to_tensor(obs, device))
         if run.env_steps < args.learning_starts:
             if run.env_steps // args.num_envs % args.random_hold == 0 or run.saved_at == run.env_steps:
-                action = envs.action_space.sample()
+                action = envs.action_space.sample()  # a new one also where a segment starts
         else:
             action = agent.act(obs, info, greedy=False)
         next_obs, reward, terminated, truncated, next_info = envs.step(action)
@@ -324,40 +297,33 @@ class StackedLinear(nn.Module):
 
 
 class Critic(nn.Module):
-    """The values Q_i(s, a) of two critics, for observations (B, *obs_space.shape) and actions."""
+    """The values Q_i(s, a) of two critics, (2, B), for observations (B, *obs_space.shape) and actions."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.discrete = isinstance(action_space, Discrete)
         self.encoder = Trunk(obs_space, (), args.activation)  # of images; vectors pass as they are
-        inputs, outputs = (0, action_space.n) if self.discrete else (math.prod(action_space.shape), 1)
-        sizes = [self.encoder.width + inputs, *args.hidden_sizes, outputs]
+        sizes = [self.encoder.width + math.prod(action_space.shape), *args.hidden_sizes, 1]
         self.layers = nn.ModuleList(StackedLinear(2, *size) for size in pairwise(sizes))
         self.activation = getattr(F, args.activation)
 
     def forward(self, obs, action):
-        """(2, B, M): of all M choices, whichever action is given, or of M = 1 action of a Box."""
-        x = self.encoder(obs)
-        x = (x if self.discrete else torch.cat([x, action.flatten(1)], dim=-1)).expand(2, -1, -1)
+        x = torch.cat([self.encoder(obs), action.flatten(1)], dim=-1).expand(2, -1, -1)
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
-        return self.layers[-1](x)
+        return self.layers[-1](x).squeeze(-1)
 
 
 class Actor(nn.Module):
-    """What describes pi(. | s) for observations (B, *obs_space.shape).
-
-    Discrete(n): logits (B, n). Box of A dimensions: mean and log standard deviation before tanh, (B, 2A).
-    """
+    """Mean and log standard deviation before tanh, (B, A) each, for observations (B, *obs_space.shape)."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.trunk = Trunk(obs_space, args.hidden_sizes, args.activation)
-        outputs = action_space.n if isinstance(action_space, Discrete) else 2 * math.prod(action_space.shape)
-        self.head = orthogonal(nn.Linear(self.trunk.width, outputs), gain=0.01)
+        self.head = orthogonal(nn.Linear(self.trunk.width, 2 * math.prod(action_space.shape)), gain=0.01)
 
     def forward(self, obs):
-        return self.head(self.trunk(obs))
+        mean, log_std = self.head(self.trunk(obs)).chunk(2, dim=-1)
+        return mean, log_std.clamp(-20, 2)
 
 
 class Agent(nn.Module):
@@ -365,11 +331,8 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        self.discrete = isinstance(action_space, Discrete)
-        if not self.discrete and not (isinstance(action_space, Box) and action_space.is_bounded()):
-            raise UsageError(
-                f"{args.env_id} has {action_space} actions, not a bounded Box nor Discrete: try ppo.py"
-            )
+        if not isinstance(action_space, Box) or not action_space.is_bounded():
+            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try ppo.py")
         self.device, self.action_shape = device, action_space.shape
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_space, action_space, args)
@@ -379,26 +342,15 @@ class Agent(nn.Module):
         self.to(device)
 
     def policy(self, obs):
-        """Drawn actions (B, A), or (B,) of Discrete, and their log_prob and prob as soft_value takes them."""
-        pi = self.actor(obs)
-        if self.discrete:
-            log_prob = pi.log_softmax(dim=-1)
-            gumbel = -torch.empty_like(pi).exponential_().log()
-            return (log_prob + gumbel).argmax(dim=-1), log_prob, log_prob.exp()
-        mean, log_std = pi.chunk(2, dim=-1)
-        action, log_prob = squashed_gaussian(mean, log_std.clamp(-20, 2), torch.randn_like(mean))
-        return action, log_prob[:, None], torch.ones_like(log_prob)[:, None]
-
-    def mode(self, obs):
-        """The action that is played greedily: the likeliest choice (B,), or the squashed mean (B, A)."""
-        pi = self.actor(obs)
-        return pi.argmax(dim=-1) if self.discrete else pi.chunk(2, dim=-1)[0].tanh()
+        """Drawn actions (B, A) and their log_prob (B,)."""
+        mean, log_std = self.actor(obs)
+        return squashed_gaussian(mean, log_std, torch.randn_like(mean))
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, *action_space.shape) in a vector environment: greedy ones, or drawn."""
         obs = self.obs_norm(to_tensor(obs, self.device))
-        action = self.mode(obs) if greedy else self.policy(obs)[0]
+        action = self.actor(obs)[0].tanh() if greedy else self.policy(obs)[0]
         return action.cpu().numpy().reshape(-1, *self.action_shape)
 
 
@@ -489,8 +441,6 @@ class ReplayBuffer:
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, eval_every=2_500),
-    "CartPole-v1": dict(total_timesteps=50_000, learning_starts=500, hidden_sizes=(64, 64), batch_size=128,
-                        learning_rate=1e-3, eval_every=5_000),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, learning_starts=2_000, gamma=0.9999, tau=0.01,
                                      hidden_sizes=(64, 64), auto_alpha=False, alpha=0.1, random_hold=32,
                                      eval_every=5_000),
@@ -626,10 +576,25 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
-def make_adam(groups, device: torch.device, eps: float = 1e-8, graph: bool = False) -> torch.optim.Adam:
-    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph."""
-    groups = [dict(params=params, lr=torch.tensor(lr, device=device), initial_lr=lr) for params, lr in groups]
-    return torch.optim.Adam(groups, eps=eps, fused=True, capturable=graph)
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
+        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
+        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Takes what the steps have left; rates and the like stay those of the command line."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
 def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
@@ -778,14 +743,11 @@ class Run:
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
             raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
-        for name in self.parts if whole else ["agent"]:
-            part = self.parts[name]
-            if isinstance(part, torch.optim.Optimizer):  # its settings are those of the command line
-                state[name]["param_groups"] = part.state_dict()["param_groups"]
-            try:
-                part.load_state_dict(state[name])
-            except (RuntimeError, ValueError) as error:
-                raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])

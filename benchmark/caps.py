@@ -1,5 +1,6 @@
 """Measures how smooth the actions of trained policies of algos/sac.py are, and draws them.
 
+    git apply recipes/sac_caps.patch
     python benchmark/run.py --suite caps --jobs 2
     python benchmark/caps.py --out docs/img/caps.png
 

@@ -186,6 +186,20 @@ def equal(a, b) -> bool:
     return a == b
 
 
+def batches(script, record) -> list[dict]:
+    """Copies of all that is drawn from the buffer, before the script changes it."""
+    drawn, sample = [], script.ReplayBuffer.sample
+
+    def watched(self, batch_size):
+        batch = sample(self, batch_size)
+        drawn.append({name: x.clone() for name, x in batch.items()})
+        return batch
+
+    record(script.ReplayBuffer, "sample")
+    script.ReplayBuffer.sample = watched  # monkeypatch puts the first one back
+    return drawn
+
+
 def spaces(obs=None, action=None) -> tuple[gym.Space, gym.Space]:
     """Of observations and actions; vectors of 4 and two choices where none is given."""
     return obs or gym.spaces.Box(-1, 1, (4,)), action or gym.spaces.Discrete(2)
@@ -200,6 +214,49 @@ def script(request):
 @pytest.fixture
 def ppo():
     return load_script("ppo")
+
+
+def script_of(recipe: str) -> str:
+    """The script whose name a recipe begins with; of ppo and ppo_lstm the longer one."""
+    return max((name for name in NAMES if recipe.startswith(f"{name}_")), key=len)
+
+
+@pytest.fixture
+def cook(tmp_path):
+    """cook(recipe) -> the script as a module, patched in a folder of its own."""
+
+    def patched(recipe):
+        script = script_of(recipe)
+        (tmp_path / "algos").mkdir(exist_ok=True)
+        shutil.copy(ALGOS / f"{script}.py", tmp_path / "algos")
+        patch = ["git", "apply", str(ROOT / "recipes" / f"{recipe}.patch")]
+        subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
+        subprocess.run(patch, cwd=tmp_path, check=True)
+        path = tmp_path / "algos" / f"{script}.py"
+        spec = importlib.util.spec_from_file_location(recipe, path)
+        sys.modules[recipe] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return patched
+
+
+@pytest.fixture
+def record(monkeypatch):
+    """record(owner, name) lists (arguments, result) of the calls of owner.name from then on."""
+
+    def record(owner, name):
+        calls, original = [], getattr(owner, name)
+
+        def recorded(*args, **kwargs):
+            given = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
+            calls.append((given, original(*args, **kwargs)))
+            return calls[-1][1]
+
+        monkeypatch.setattr(owner, name, recorded)
+        return calls
+
+    return record
 
 
 @pytest.fixture(autouse=True)

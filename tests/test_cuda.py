@@ -80,7 +80,7 @@ def waits_of(script):
                 modes.pop()
             elif "error" in modes or name.startswith("update"):
                 modes.append("error")
-            elif name in ("__init__", "make_adam", "evaluate", "checkpoint", "log"):
+            elif name in ("__init__", "Adam", "evaluate", "checkpoint", "log"):
                 modes.append("default")
             else:
                 modes.append("warn" if name == "train" else modes[-1])

@@ -8,7 +8,7 @@ import torch
 from conftest import checkpoint, equal, load_script, parts, progress, tiny
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
-from torch.nn.functional import huber_loss, mse_loss
+from torch.nn.functional import huber_loss
 
 dqn = load_script("dqn")
 CPU = torch.device("cpu")
@@ -62,9 +62,8 @@ def test_targets_and_losses_are_those_of_the_equations():
     assert dqn.td_target(reward, discount, target_q, online_q).tolist() == [1.5, 2.5]  # it chooses only
     assert dqn.td_target(reward, torch.zeros(2), target_q, online_q).tolist() == [1, 2]
     error, weight, zero = torch.randn(100) * 3, torch.rand(100), torch.zeros(100)
-    huber, square = (f(error, zero, reduction="none") for f in (huber_loss, mse_loss))
-    for loss, truth in (("huber", huber), ("mse", square / 2)):
-        torch.testing.assert_close(dqn.q_loss(error, loss, weight), (weight * truth).sum() / 100)
+    huber = huber_loss(error, zero, reduction="none")
+    torch.testing.assert_close(dqn.q_loss(error, weight), (weight * huber).sum() / 100)
 
 
 @pytest.mark.parametrize("change, expected", [
@@ -77,14 +76,14 @@ def test_epsilon_falls_in_a_line_after_a_random_start(change, expected):
     assert [dqn.epsilon_at(at, args) for at in (0, 99, 100, 250, 500, 900)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(loss="mse", per=True), dict(n_step=3)])
+@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(per=True), dict(n_step=3)])
 def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
     """At each update; the errors, not the losses, become priorities, and the log tells the last update."""
     batches, samples = seen(dqn.FrameBuffer, "transitions"), seen(dqn.FrameBuffer, "sample")
     priorities, clips = seen(dqn.FrameBuffer, "set_priority"), seen(dqn, "clip_gradients")
     real, found, disagree = dqn.q_loss, [], []
 
-    def watched(td_error, loss, weight):
+    def watched(td_error, weight):
         batch, agent, target = batches[-1][2], seen.run.parts["agent"], seen.run.parts["target_agent"]
         with torch.no_grad():
             by_target, by_agent = (network(batch["next_obs"]) for network in (target, agent))
@@ -95,8 +94,7 @@ def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
         disagree.append((by_target.argmax(1) != by_agent.argmax(1)).any())
         torch.testing.assert_close(td_error.detach(), found[-1][0])
         torch.testing.assert_close(weight.double(), torch.from_numpy(samples[-1][2][1]), rtol=1e-5, atol=1e-6)
-        assert loss == flags.get("loss", "huber")
-        return real(td_error, loss, weight)
+        return real(td_error, weight)
 
     monkeypatch.setattr(dqn, "q_loss", watched)
     slow = dict(gamma=0.9, tau=0.5, target_update_every=40, per_beta_start=0.2, max_grad_norm=0.3)
@@ -124,7 +122,7 @@ def test_rewards_are_clipped_and_scaled_for_learning(seen):
 def test_values_are_of_the_endless_sum_where_episodes_are_only_truncated(switches, seen):
     """1 per step for ever is worth 1 / (1 - 0.7) = 10 / 3; ten steps would be 2.6 in the mean."""
     often = dict(train_every=1, target_update_every=5, total_timesteps=400)
-    quick("Ones", gamma=0.7, learning_rate=0.03, loss="mse", **often, **switches)
+    quick("Ones", gamma=0.7, learning_rate=0.03, **often, **switches)
     q_values = seen.run.parts["agent"].eval()(torch.zeros(1, 4))
     assert q_values.max().item() == pytest.approx(10 / 3, abs=0.15)
 
@@ -148,32 +146,28 @@ def noise_of(layer):
     return *(x.detach() for x in noise), output.sum()
 
 
-@pytest.mark.parametrize("kind", ["factorized", "independent"])
-def test_noise_has_its_distribution_and_its_scale_is_learned(kind):
+def test_noise_has_its_distribution_and_its_scale_is_learned():
     torch.manual_seed(0)
-    layer, factorized = dqn.NoisyLinear(9, 6, kind), kind == "factorized"
-    bound, sigma = (1 / 3, 0.5 / 3) if factorized else (math.sqrt(3 / 9), 0.017)
+    layer, bound = dqn.NoisyLinear(9, 6), 1 / 3
     assert 0.9 * bound < layer.weight.abs().max() <= bound and 0 < layer.bias.abs().max() <= bound
-    assert torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item() == pytest.approx(sigma)
-    weight, bias, output = noise_of(layer)
-    assert torch.linalg.matrix_rank(weight, rtol=1e-2) == (1 if factorized else 6)
-    if factorized:  # f(a) f(b) on weights, f(a) on biases
-        torch.testing.assert_close(weight / bias[:, None], (weight / bias[:, None])[:1].expand(6, 9))
+    assert torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item() == pytest.approx(0.5 / 3)
+    weight, bias, output = noise_of(layer)  # f(a) f(b) on weights, f(a) on biases
+    torch.testing.assert_close(weight / bias[:, None], (weight / bias[:, None])[:1].expand(6, 9))
     output.backward()
     grads = layer.weight_sigma.grad, layer.bias_sigma.grad
     torch.testing.assert_close(grads, (weight, 10 * bias), rtol=1e-3, atol=1e-3)
     draws = [noise_of(layer) for _ in range(2000)]
     weights, biases, outputs = (torch.stack(x) for x in zip(*draws, strict=True))
     assert len(outputs.unique()) > 1990  # anew in each forward
-    second = math.sqrt(2 / math.pi) if factorized else 1.0  # f is the signed root: its square has mean E|x|
-    for noise, power in ((weights, 2 if factorized else 1), (biases, 1)):
+    second = math.sqrt(2 / math.pi)  # f is the signed root: its square has mean E|x|
+    for noise, power in ((weights, 2), (biases, 1)):
         assert noise.mean().item() == pytest.approx(0, abs=0.03)
         assert noise.square().mean().item() == pytest.approx(second**power, rel=0.06)
-        assert noise.pow(4).mean().item() == pytest.approx(1 if factorized else 3, rel=0.1)
+        assert noise.pow(4).mean().item() == pytest.approx(1, rel=0.1)
     torch.testing.assert_close(layer.eval()(torch.eye(9)), layer.weight.T + layer.bias)
-    state = new_agent(noisy=True, dueling=True, noise_type=kind, hidden_sizes=(16,)).state_dict()
+    state = new_agent(noisy=True, dueling=True, hidden_sizes=(16,)).state_dict()
     sigmas = [round(x.max().item(), 6) for name, x in state.items() if "sigma" in name]  # of all layers
-    assert len(sigmas) == 8 and {*sigmas} == ({0.25, 0.125} if factorized else {0.017})
+    assert len(sigmas) == 8 and {*sigmas} == {0.25, 0.125}
 
 
 def test_noise_explores_in_place_of_epsilon_and_is_absent_from_evaluations(seen):

@@ -6,14 +6,12 @@ import cv2
 import gymnasium as gym
 import numpy as np
 import pytest
-import test_off_policy
 import torch
 from conftest import call_main, checkpoint, equal, flags, load_script, parts, progress, tiny
 from gymnasium.spaces import Box, Discrete
 from torch.distributions import Normal, kl_divergence
 
 pearl = load_script("pearl")
-record = test_off_policy.record  # fixture
 CPU, THREE, TWO = torch.device("cpu"), Box(-1, 1, (3,)), Box(-1, 1, (2,))
 
 
@@ -143,9 +141,21 @@ def test_the_divergence_from_the_prior_is_that_of_torch():
     torch.testing.assert_close(pearl.kl_to_prior(mean, var), expected)
 
 
-def test_the_least_soft_value_equals_numbers_worked_out_by_hand():
-    value = pearl.least_soft_value(torch.tensor([[1.0, 5.0], [2.0, 3.0]]), torch.tensor([-1.0, 0.5]), 0.2)
+def test_soft_value_equals_numbers_worked_out_by_hand():
+    value = pearl.soft_value(torch.tensor([[1.0, 5.0], [2.0, 3.0]]), torch.tensor([-1.0, 0.5]), 0.2)
     assert value.tolist() == pytest.approx([1.2, 2.9])
+
+
+def test_the_actor_draws_what_it_says_within_limits_and_plays_its_mean():
+    agent = pearl.Agent(THREE, TWO, arguments(), CPU)
+    obs, z = torch.randn(6, 3), torch.randn(6, agent.latent_dim)
+    with torch.no_grad():
+        agent.actor.head.bias.copy_(torch.tensor([0.5, -0.5, 90.0, -90.0]))
+        action, log_prob, (mean, log_std, u) = agent.policy(obs, z)
+    assert log_std.tolist() == [[2.0, -20.0]] * 6 and log_prob.shape == (6,)
+    assert torch.equal(action, u.tanh()) and (u - mean)[:, 0].std() > 1 > (u - mean)[:, 1].abs().max()
+    np.testing.assert_allclose(agent.act(obs.numpy(), {"z": z}), mean.tanh().numpy())
+    assert mean[:, 0].min() > 0.3
 
 
 def test_z_has_the_moments_it_is_drawn_with_and_gradients_reach_both():
@@ -393,7 +403,7 @@ def test_z_may_be_drawn_more_often_than_for_each_episode(hold, changes, monkeypa
 
 
 def test_the_target_is_the_soft_value_of_the_target_critics(seen, record):
-    losses, values = record(pearl, "critic_loss"), record(pearl, "least_soft_value")
+    losses, values = record(pearl, "critic_loss"), record(pearl, "soft_value")
     policies, critics = record(pearl.Agent, "policy"), record(pearl.Critic, "forward")
     drawn, sample = [], pearl.TaskBuffer.sample
 
@@ -415,7 +425,7 @@ def test_the_target_is_the_soft_value_of_the_target_critics(seen, record):
 
 
 def test_nothing_follows_an_end_but_much_a_time_limit(seen, record):
-    losses, values = record(pearl, "critic_loss"), record(pearl, "least_soft_value")
+    losses, values = record(pearl, "critic_loss"), record(pearl, "soft_value")
     kwargs = dict(actions="box", terminates=True)
     quick("probe_envs:Ones-v0", env_kwargs=kwargs, steps_prior=20, total_timesteps=112, batch_size=99)
     ends = losses[-1][0][1] == 1.0
@@ -593,6 +603,7 @@ def test_it_learns_to_learn():
     (dict(num_envs=6), "--num-train-tasks 5"),
     (dict(env_id="Pendulum-v1", env_kwargs={}), "is no family of tasks"),
     (dict(env_kwargs={"actions": "discrete"}), "Discrete"),
+    (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "shows images"),
     (dict(steps_prior=0), "--steps-prior 0"),
     (dict(steps_posterior=-1), "--steps-posterior -1"),
     (dict(env_id="PointRobot-v0"), "--env-kwargs"),

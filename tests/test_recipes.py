@@ -1,42 +1,25 @@
 """Every recipe applies to its script as it is, does what its name says, and trains."""
 
-import importlib.util
 import math
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import cv2
+import numpy as np
 import probe_envs
 import pytest
 import torch
-from gymnasium.spaces import Discrete, MultiDiscrete
+from conftest import ROOT, batches, load_script, script_of
+from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
-ROOT = Path(__file__).resolve().parents[1]
-SMALL = dict(num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=64, eval_every=0, eval_episodes=1)
-
-
-@pytest.fixture
-def cook(tmp_path):
-    """cook(recipe) -> the script as a module, patched in a folder of its own."""
-
-    def patched(recipe):
-        script = recipe.split("_")[0]
-        (tmp_path / "algos").mkdir(exist_ok=True)
-        shutil.copy(ROOT / "algos" / f"{script}.py", tmp_path / "algos")
-        patch = ["git", "apply", str(ROOT / "recipes" / f"{recipe}.patch")]
-        subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-        subprocess.run(patch, cwd=tmp_path, check=True)
-        path = tmp_path / "algos" / f"{script}.py"
-        spec = importlib.util.spec_from_file_location(recipe, path)
-        sys.modules[recipe] = module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return module
-
-    return patched
+SMALL = dict(
+    num_envs=2, num_steps=16, num_minibatches=2, total_timesteps=64, eval_every=0, eval_episodes=1,
+    learning_starts=32, batch_size=16, buffer_size=200,
+)  # fmt: skip
+# Of recipes and scripts that refuse the actions of one
+ENVS = dict(ddpg_td3=["Pendulum-v1"], dqn=["CartPole-v1"], sac=["Pendulum-v1"], sac_discrete=["CartPole-v1"])
+PATCHES = sorted(path.stem for path in (ROOT / "recipes").glob("*.patch"))
 
 
 @pytest.fixture(autouse=True)
@@ -56,10 +39,12 @@ def runs(module, folder, env_id="Pendulum-v1", **changes):
     return folder
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.patch")), ids=lambda path: path.stem)
-@pytest.mark.parametrize("env_id", ["Pendulum-v1", "CartPole-v1"])
-def test_applies_and_trains(cook, tmp_path, path, env_id):
-    runs(cook(path.stem), tmp_path / "run", env_id)
+@pytest.mark.parametrize("recipe, env_id", [
+    (recipe, env_id) for recipe in PATCHES
+    for env_id in ENVS.get(recipe, ENVS.get(script_of(recipe), ["Pendulum-v1", "CartPole-v1"]))
+])  # fmt: skip
+def test_applies_and_trains(cook, tmp_path, recipe, env_id):
+    runs(cook(recipe), tmp_path / "run", env_id)
 
 
 def test_reference_policy_pulls_and_pushes(cook, tmp_path):
@@ -137,9 +122,7 @@ def test_softplus_entropy_hardly_pushes_a_narrow_policy(cook, tmp_path):
         num_steps=64, total_timesteps=1024, log_std_init=-8.0, entropy_coef=1.0, learning_rate=1e-2
     )
     run = runs(cook("ppo_softplus_entropy"), tmp_path / "recipe", **changes)
-    spec = importlib.util.spec_from_file_location("plain", ROOT / "algos/ppo.py")
-    sys.modules["plain"] = plain = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plain)
+    plain = load_script("ppo")
     other = runs(plain, tmp_path / "plain", **changes)
     widths = [float(plain.load(path)["agent"]["head.log_std"]) for path in (run, other)]
     assert widths[0] < -7.8 < -7.5 < widths[1]
@@ -198,3 +181,173 @@ def test_a_masked_choice_is_torchs(cook, space):
     entropy = sum(-(t.probs * t.probs.clamp(min=1e-30).log()).sum(-1) for t in truths)
     assert torch.allclose(head.log_prob(pi, action), log_prob, atol=1e-4)
     assert torch.allclose(head.entropy(pi), entropy, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale, changes, low, high", [
+    (1.0, dict(clip_return=2.0), -2, 2),
+    (-1.0, dict(clip_return=2.0), -2, 2),
+    (1.0, dict(clip_return=2.0, clip_positive_returns=True), -2, 0),
+    (-1.0, dict(clip_positive_returns=True), -math.inf, 0),
+])  # fmt: skip
+def test_targets_are_kept_within_their_bounds(cook, tmp_path, record, scale, changes, low, high):
+    """Pendulum's rewards are below 0."""
+    td3 = cook("ddpg_td3_clip_return")
+    targets, losses = record(td3, "clipped_double_q"), record(td3, "critic_loss")
+    runs(td3, tmp_path / "run", reward_scale=scale, **changes)
+    targets, learned = torch.stack([y for _, y in targets]), torch.stack([given[1] for given, _ in losses])
+    assert targets.min() < low or targets.max() > high
+    assert torch.equal(learned, targets.clamp(low, high))
+
+
+def test_replayed_rewards_are_over_the_present_deviation_of_the_returns(cook, tmp_path, record):
+    """Segments of 10 steps, so that returns begin anew also where no episode ends."""
+    td3 = cook("ddpg_td3_normalize_reward")
+    targets, drawn = record(td3, "clipped_double_q"), batches(td3, record)
+    options = dict(normalize_reward=True, reward_scale=20.0, gamma=0.5, checkpoint_every=10)
+    boundary = dict(env_id="probe_envs:Boundary-v0", env_kwargs={"actions": "box"})
+    run = runs(td3, tmp_path / "run", **boundary, **options)
+    norm, returns, return_ = td3.load(run)["reward_norm"], [], {}
+    for evaluates, number, _, t, _, reward in probe_envs.Boundary.steps:
+        if not evaluates:
+            return_[number] = reward + 0.5 * (return_[number] if t > 1 else 0)
+            returns.append(return_[number])
+    assert norm["count"] == 64 == len(returns) and norm["var"].item() == pytest.approx(np.var(returns))
+    reward = 20 * drawn[-1]["reward"] / norm["var"].sqrt()
+    assert reward.max() > 10 > reward.min()
+    torch.testing.assert_close(targets[-1][0][0], reward.clamp(-10, 10), check_dtype=False)
+
+
+def test_weights_decay_as_asked_also_in_a_resumed_run(cook, tmp_path):
+    td3 = cook("ddpg_td3_weight_decay")
+    decay = lambda run: [td3.load(run)[f"{part}_optimizer"]["param_groups"][0]["weight_decay"]
+                         for part in ("actor", "critic")]  # fmt: skip
+    size = lambda run, part: sum(x.square().sum() for name, x in td3.load(run)["agent"].items()
+                                 if name.startswith(f"{part}."))  # fmt: skip
+    free = runs(td3, tmp_path / "free", learning_rate=0.01)
+    actor = runs(td3, tmp_path / "actor", learning_rate=0.01, actor_weight_decay=100.0)
+    critic = runs(td3, tmp_path / "critic", learning_rate=0.01, critic_weight_decay=100.0)
+    assert size(actor, "actor") < 0.7 * size(free, "actor")
+    assert size(critic, "critic") < 0.7 * size(free, "critic")
+    assert decay(actor) == [100.0, 0.0] and decay(critic) == [0.0, 100.0]
+    td3.train(td3.parse_args(f"--resume {critic} --total-timesteps 68 --critic-weight-decay 0.5".split()))
+    assert decay(critic) == [0.0, 0.5]
+
+
+def test_independent_noise_is_gaussian_and_apart_for_each_weight(cook, tmp_path):
+    dqn = cook("dqn_independent_noise")
+    torch.manual_seed(0)
+    layer, x = dqn.NoisyLinear(9, 6), torch.cat([torch.zeros(1, 9), torch.eye(9)])
+    assert 0.9 * 3**-0.5 < layer.weight.abs().max() <= 3**-0.5 and layer.bias.abs().max() <= 3**-0.5
+    sigma = torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item()
+    assert sigma == pytest.approx(0.017)
+    output = torch.stack([layer(x) for _ in range(3000)]).detach()
+    bias, weight = output[:, 0], (output[:, 1:] - output[:, :1]).mT  # (3000, 6), (3000, 6, 9)
+    noise = torch.cat([(weight - layer.weight).flatten(1), bias - layer.bias], dim=1).detach() / sigma
+    torch.testing.assert_close(noise.T.cov(), torch.eye(60), atol=0.12, rtol=0)
+    assert noise.pow(4).mean().item() == pytest.approx(3, rel=0.03)
+    assert torch.linalg.matrix_rank(noise[0, :54].view(6, 9), rtol=1e-2) == 6
+    torch.testing.assert_close(layer.eval()(torch.eye(9)), layer.weight.T + layer.bias)
+    runs(dqn, tmp_path / "run", "CartPole-v1", noisy=True)
+
+
+def test_mse_loss_is_half_the_weighted_mean_square(cook):
+    error, weight = torch.tensor([3.0, -0.1, -8.0, 0.0]), torch.tensor([1.0, 0.5, 0.25, 1.0])
+    loss = cook("dqn_mse_loss").q_loss(error, weight)
+    assert loss.item() == pytest.approx((9 + 0.5 * 0.01 + 0.25 * 64) / 2 / 4)
+
+
+@pytest.mark.parametrize("term", ["caps_temporal", "caps_spatial"])
+def test_caps_adds_the_distance_between_greedy_actions_to_the_loss(cook, tmp_path, record, term):
+    sac = cook("sac_caps")
+    sac.orthogonal = lambda layer, gain=0.0, plain=sac.orthogonal: plain(layer)  # means that tanh changes
+    distances, values = record(sac, "caps_loss"), record(sac, "soft_value")
+    actors, steps = record(sac.Actor, "forward"), record(sac, "gradient_step")
+    drawn = batches(sac, record)
+    changes = {term: 10.0, "caps_epsilon": 0.5, "learning_rate": 0.0, "normalize_obs": True}
+    agent = sac.load_policy(runs(sac, tmp_path / "run", batch_size=200, **changes)).__self__
+    (action, near_action), distance = distances[-1]
+    loss = steps[-2][0][0]  # that of the temperature follows
+    torch.testing.assert_close(loss, 10 * distance.detach() - values[-1][1].detach().mean())
+    obs, next_obs = (agent.obs_norm(drawn[-1][name]) for name in ("obs", "next_obs"))
+    near, seen = [given[1] for given, _ in actors if len(given[1]) == 200][-2:]
+    greedy = lambda obs: agent.actor(obs)[0].tanh().detach()
+    assert torch.equal(seen, obs) and torch.equal(near, next_obs) == (term == "caps_temporal")
+    torch.testing.assert_close([action, near_action], [greedy(obs), greedy(near)])
+    if term == "caps_spatial":
+        assert (near - obs).std().item() == pytest.approx(0.5, rel=0.1)
+    one, other = torch.tensor([[0.0, 0.0], [1.0, 1.0]]), torch.tensor([[3.0, 4.0], [1.0, 1.0]])
+    assert sac.caps_loss(one, other) == 2.5
+
+
+def test_caps_refuses_images(cook, tmp_path):
+    sac = cook("sac_caps")
+    with pytest.raises(sac.UsageError, match="--caps-spatial"):
+        kwargs = dict(obs="small", action="box")
+        runs(sac, tmp_path / "run", "probe_envs:Spaces-v0", env_kwargs=kwargs, caps_spatial=1.0)
+
+
+def test_choices_are_drawn_with_their_probabilities(cook):
+    sac = cook("sac_discrete")
+    torch.manual_seed(1)
+    agent = sac.Agent(Box(-1, 1, (4,)), Discrete(3), sac.Args(), torch.device("cpu"))
+    with torch.no_grad():
+        agent.actor.head.bias.copy_(torch.tensor([0.0, 1.0, 2.0]))
+        prob = agent.actor(torch.ones(1, 4))[0].exp()
+    obs = np.ones((20_000, 4), np.float32)
+    drawn = np.bincount(agent.act(obs, {}, greedy=False)) / 20_000
+    assert prob.sum() == pytest.approx(1) and drawn == pytest.approx(prob.numpy(), abs=0.02)
+    assert agent.act(obs[:50], {}).tolist() == [2] * 50
+    with pytest.raises(sac.UsageError, match="not Discrete"):
+        sac.Agent(Box(-1, 1, (4,)), Box(-1, 1, (2,)), sac.Args(), torch.device("cpu"))
+
+
+def test_soft_value_of_choices_is_their_mean(cook):
+    q_values = torch.tensor([[[1.0, 5.0]], [[2.0, 3.0]]])  # two critics, one state, two choices
+    prob = torch.tensor([[0.25, 0.75]])
+    expected = 0.25 * (1 - 0.2 * math.log(0.25)) + 0.75 * (3 - 0.2 * math.log(0.75))
+    value = cook("sac_discrete").soft_value(q_values, prob.log(), 0.2)
+    assert value.tolist() == pytest.approx([expected])
+
+
+def test_choices_become_the_softmax_of_their_rewards_over_the_temperature(cook, tmp_path):
+    """With gamma 0 it is a bandit; action 1 pays 1, action 0 nothing."""
+    sac = cook("sac_discrete")
+    changes = dict(gamma=0.0, reward_scale=2.0, auto_alpha=False, alpha=1.5, learning_rate=0.02)
+    changes |= dict(total_timesteps=500, hidden_sizes=(16,), env_kwargs={"choosy": True})
+    run = runs(sac, tmp_path / "run", "probe_envs:Ones-v0", **changes)
+    log_prob = sac.load_policy(run).__self__.actor(torch.zeros(1, 4))
+    assert log_prob[0, 1].exp().item() == pytest.approx(1 / (1 + math.exp(-2 / 1.5)), abs=0.02)
+
+
+def test_the_value_of_choices_counts_the_entropy_of_all_steps_to_come(cook, tmp_path):
+    """Both choices always pay 1, so Q = 1 + gamma V and V = Q + alpha log 2."""
+    sac = cook("sac_discrete")
+    changes = dict(gamma=0.8, auto_alpha=False, alpha=0.5, learning_rate=0.01, tau=0.1)
+    changes |= dict(total_timesteps=800, hidden_sizes=(16,), buffer_size=1000)
+    run = runs(sac, tmp_path / "run", "probe_envs:Ones-v0", **changes)
+    q_values = sac.load_policy(run).__self__.critic(torch.zeros(1, 4))
+    expected = 1 + 0.8 * (1 + 0.5 * math.log(2)) / (1 - 0.8)
+    assert q_values.shape == (2, 1, 2)
+    assert q_values.flatten().tolist() == pytest.approx([expected] * 4, rel=0.05)
+
+
+def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path, record):
+    sac = cook("sac_discrete")
+    sac.orthogonal = lambda layer, gain=0.0, plain=sac.orthogonal: plain(layer)  # far from uniform
+    critics, temperatures = record(sac, "critic_loss"), record(sac, "alpha_loss")
+    steps, drawn = record(sac, "gradient_step"), batches(sac, record)
+    changes = dict(learning_rate=0.0, normalize_obs=True, alpha=0.3)
+    run = runs(sac, tmp_path / "run", "probe_envs:Boundary-v0", **changes)
+    agent, batch = sac.load_policy(run).__self__, drawn[-1]
+    obs, next_obs = (agent.obs_norm(batch[name]) for name in ("obs", "next_obs"))
+    pi, next_pi = (Categorical(logits=agent.actor(x)) for x in (obs, next_obs))
+    value = lambda x, pi: (pi.probs * agent.critic(x).amin(dim=0)).sum(dim=-1) + 0.3 * pi.entropy()
+    (q_values, td_target), _ = critics[-1]
+    made = agent.critic(obs)[:, torch.arange(len(obs)), batch["action"]]
+    torch.testing.assert_close(q_values, made.detach())
+    expected = batch["reward"] + batch["discount"] * value(next_obs, next_pi)
+    torch.testing.assert_close(td_target, expected.detach())
+    torch.testing.assert_close(steps[-2][0][0], -value(obs, pi).mean().detach())  # that of the actor
+    (_, entropy, target_entropy), _ = temperatures[-1]
+    torch.testing.assert_close(entropy, pi.entropy().mean().detach())
+    assert target_entropy == pytest.approx(0.5 * math.log(2))

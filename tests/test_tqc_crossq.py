@@ -4,11 +4,10 @@ import numpy as np
 import pytest
 import test_off_policy
 import torch
-from conftest import checkpoint, equal
-from gymnasium.spaces import Discrete
-from test_off_policy import FOUR, TWO, arguments, batches, crossq, quick, tqc
+from conftest import batches, checkpoint, equal
+from test_off_policy import FOUR, TWO, arguments, crossq, quick, tqc
 
-seen, record = test_off_policy.seen, test_off_policy.record  # fixtures
+seen = test_off_policy.seen  # a fixture
 BOUNDARY = dict(learning_rate=0.01, reward_scale=0.1, gamma=0.5, auto_alpha=False, alpha=0.3, batch_size=64)
 
 
@@ -33,41 +32,37 @@ def test_quantile_huber_loss_equals_a_plain_loop():
 @pytest.mark.parametrize("dropped", [0, 1, 3])
 def test_the_largest_of_the_pool_are_dropped_whichever_critic_they_are_of(dropped):
     torch.manual_seed(1)
-    quantiles = torch.randn(3, 4, 6, 2) + torch.tensor([0.0, 9.0, -9.0])[:, None, None, None]
+    quantiles = torch.randn(3, 4, 12) + torch.tensor([0.0, 9.0, -9.0])[:, None, None]
     kept = tqc.truncate(quantiles, dropped)
-    for b in range(6):
-        for a in range(2):
-            pool = sorted(quantiles[:, :, b, a].flatten().tolist())
-            assert kept[:, b, a].tolist() == pool[: 3 * (4 - dropped)]
+    for b in range(12):
+        pool = sorted(quantiles[:, :, b].flatten().tolist())
+        assert kept[:, b].tolist() == pool[: 3 * (4 - dropped)]
     if dropped == 1:  # three of the critic that promises most, none of the others
         assert (kept > 4.5).sum(dim=0).eq(1).all() and len(kept) == 9
 
 
-@pytest.mark.parametrize("space, choices", [(TWO, 1), (Discrete(3), 3)])
-def test_each_critic_gives_its_own_quantiles_of_each_choice(space, choices):
+def test_each_critic_gives_its_own_quantiles():
     args = arguments(tqc, hidden_sizes=(8,), num_critics=3, num_quantiles=5)
-    critic, obs, action = tqc.Critic(FOUR, space, args), torch.randn(10, 4), torch.rand(10, 2)
+    critic, obs, action = tqc.Critic(FOUR, TWO, args), torch.randn(10, 4), torch.rand(10, 2)
     quantiles = critic(obs, action)
-    assert quantiles.shape == (3, 5, 10, choices)
+    assert quantiles.shape == (3, 5, 10)
     first, last = critic.layers
-    x = torch.cat([obs, action], dim=-1) if choices == 1 else obs
+    x = torch.cat([obs, action], dim=-1)
     for n in range(3):
         alone = (x @ first.weight[n] + first.bias[n]).relu() @ last.weight[n] + last.bias[n]
-        torch.testing.assert_close(quantiles[n], alone.view(10, 5, choices).transpose(0, 1))
+        torch.testing.assert_close(quantiles[n], alone.T)
 
 
-@pytest.mark.parametrize("actions", ["box", "discrete"])
-def test_each_kept_quantile_of_the_target_critics_becomes_a_target(actions, seen, record):
+def test_each_kept_quantile_of_the_target_critics_becomes_a_target(seen, record):
     losses, drawn = record(tqc, "quantile_huber_loss"), batches(tqc, record)
     critics, policies = record(tqc.Critic, "forward"), record(tqc.Agent, "policy")
-    quick(tqc, "Boundary", env_kwargs={"actions": actions}, **BOUNDARY, dropped_quantiles=1)
+    quick(tqc, "Boundary", **BOUNDARY, dropped_quantiles=1)
     batch, (judge, states, _), pool = drawn[-1], *critics[-3]  # two calls of the online critics follow
     assert judge is seen["agent"].target_critic and torch.equal(states, batch["next_obs"])
-    _, log_prob, prob = policies[-2][1]
-    assert pool.shape == (2, 5, 64, log_prob.shape[1]) and log_prob.shape[1] == 1 + (actions == "discrete")
+    _, log_prob = policies[-2][1]
+    assert pool.shape == (2, 5, 64) and log_prob.shape == (64,)
     kept = pool.flatten(0, 1).sort(dim=0).values[:8]
-    value = ((kept - 0.3 * log_prob) * prob).sum(dim=-1)
-    expected = 0.1 * batch["reward"] + batch["discount"] * value
+    expected = 0.1 * batch["reward"] + batch["discount"] * (kept - 0.3 * log_prob)
     torch.testing.assert_close(losses[-1][0][1], expected)
     assert 0 in batch["discount"] and 0.5 in batch["discount"]
 
@@ -119,8 +114,7 @@ def test_batch_renormalization_equals_its_definition():
     assert equal(buffers(norm), before)
 
 
-@pytest.mark.parametrize("actions", ["box", "discrete"])
-def test_one_pass_of_present_and_next_gives_values_and_targets(actions, seen, record, monkeypatch):
+def test_one_pass_of_present_and_next_gives_values_and_targets(seen, record, monkeypatch):
     modes, held, forward, loss = [], [], crossq.Critic.forward, crossq.critic_loss
 
     def watched(self, *given):
@@ -131,17 +125,16 @@ def test_one_pass_of_present_and_next_gives_values_and_targets(actions, seen, re
     monkeypatch.setattr(crossq, "critic_loss", lambda q, y: held.append(not y.requires_grad) or loss(q, y))
     critics, losses = record(crossq.Critic, "forward"), record(crossq, "critic_loss")
     drawn, policies = batches(crossq, record), record(crossq.Agent, "policy")
-    quick(crossq, "Boundary", env_kwargs={"actions": actions}, **BOUNDARY, policy_delay=1)
+    quick(crossq, "Boundary", **BOUNDARY, policy_delay=1)
     assert modes[-2:] == [(True, False), (False, True)]  # of the critics' update and of the actor's
     assert all(held)
     batch, ((_, obs, action), joint) = drawn[-1], critics[-2]
-    next_action, log_prob, prob = policies[-2][1]
+    next_action, log_prob = policies[-2][1]
     assert torch.equal(obs, torch.cat([batch["obs"], batch["next_obs"]]))
     assert torch.equal(action, torch.cat([batch["action"], next_action]))
     (q_values, td_target), _ = losses[-1]
-    now = joint[:, :64] if actions == "box" else joint[:, :64].gather(2, action[:64].expand(2, -1)[..., None])
-    assert torch.equal(q_values, now.squeeze(-1))
-    value = ((joint[:, 64:].amin(dim=0) - 0.3 * log_prob) * prob).sum(dim=-1)
+    assert torch.equal(q_values, joint[:, :64])
+    value = joint[:, 64:].amin(dim=0) - 0.3 * log_prob
     torch.testing.assert_close(td_target, (0.1 * batch["reward"] + batch["discount"] * value).detach())
     assert 0 in batch["discount"] and 0.5 in batch["discount"]
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -17,7 +18,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import call_main, checkpoint, equal, flags, fork, parts, progress, tiny, wait
+from conftest import TESTS, call_main, checkpoint, equal, flags, fork, parts, progress, tiny, wait
 from gymnasium.spaces import Box
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -271,7 +272,7 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sums(ppo):
 # ------------------------------------------------------------------------------------------------ optimizers
 def test_gradients_are_clipped_by_their_joint_norm(ppo):
     a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
-    optimizer = ppo.make_adam([([a], 0.1), ([b], 0.2)], CPU)
+    optimizer = ppo.Adam([([a], 0.1), ([b], 0.2)], CPU)
     a.grad, b.grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
     norms = ppo.clip_gradients(optimizer, 1.0)
     assert [float(norm) for norm in norms] == pytest.approx([3, 4])
@@ -279,6 +280,30 @@ def test_gradients_are_clipped_by_their_joint_norm(ppo):
     ppo.clip_gradients(optimizer, float("inf"))
     assert torch.allclose(a.grad, torch.tensor([0.6, 0.0]))
     assert [float(group["lr"]) for group in optimizer.param_groups] == pytest.approx([0.1, 0.2])
+
+
+def test_adam_takes_the_steps_of_torch_and_keeps_no_graph(ppo):
+    torch.manual_seed(0)
+    ours, torchs = (torch.nn.Linear(3, 2) for _ in range(2))
+    torchs.load_state_dict(ours.state_dict())
+    optimizers = (
+        ppo.Adam([(ours.parameters(), 0.1)], CPU, 1e-5),
+        torch.optim.Adam(torchs.parameters(), 0.1, eps=1e-5, fused=True),
+    )
+    for x in torch.randn(5, 4, 3):
+        for layer, optimizer in zip((ours, torchs), optimizers, strict=True):
+            optimizer.zero_grad()
+            layer(x).square().sum().backward()
+            optimizer.step()
+    assert torch.allclose(ours.weight, torchs.weight, rtol=1e-6) and ours.weight.is_leaf
+    moments = [optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in optimizers]
+    assert torch.allclose(*moments, rtol=1e-6)
+
+
+def test_a_start_does_not_wait_for_torchs_compiler():
+    train = "import conftest, sys; ppo = conftest.load_script('ppo'); ppo.train(conftest.tiny(ppo))"
+    code = f"{train}; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(TESTS)}, check=True)
 
 
 def test_learning_rates_fall_to_zero(ppo):
