@@ -61,7 +61,7 @@ CASES = {
 # Cases that run without a graph, too
 EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq", "pearl"}
 SOLVERS = r"\b(conjugate_gradient|line_search):\d"  # look at a number before they go on
-PAUSES = {"__init__", "Adam", "evaluate", "checkpoint", "log"}  # may wait as long as they like
+PAUSES = {"__init__", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 
 
 def train(script, folder: str, steps: int | None = None, resume: bool = False, **fields) -> None:
