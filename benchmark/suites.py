@@ -150,14 +150,14 @@ SUITES = {
     "q_learning": [
         Cell("q_learning", "FrozenLake-v1", 50_000, 10, 1.0, NOT_SLIPPERY, "not_slippery"),
         Cell("q_learning", "FrozenLake-v1", 200_000, seeds=10, bar=0.7),  # the optimum is 0.744
-        Cell("q_learning", "CliffWalking-v1", 50_000, seeds=10, bar=-13),  # the optimum
-        Cell("q_learning", "Taxi-v4", 300_000, seeds=10, bar=7.5),  # the optimum is 7.93
-        Cell("q_learning", "MountainCar-v0", 1_000_000, seeds=10),
-        Cell("q_learning", "CartPole-v1", 500_000, seeds=10),
+        Cell("q_learning", "CliffWalking-v1", 50_000, seeds=5, bar=-13),  # the optimum
+        Cell("q_learning", "Taxi-v4", 300_000, seeds=5, bar=7.5),  # the optimum is 7.93
+        Cell("q_learning", "MountainCar-v0", 1_000_000, seeds=5),
+        Cell("q_learning", "CartPole-v1", 500_000, seeds=5),
     ],
     "dqn": [
         Cell("dqn", "CartPole-v1", 50_000, seeds=10, bar=475),
-        Cell("dqn", "Acrobot-v1", 100_000, seeds=10, bar=-77),
+        Cell("dqn", "Acrobot-v1", 100_000, seeds=5, bar=-77),
         Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
     ],
@@ -221,7 +221,7 @@ SUITES = {
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=10, bar=475),
-        Cell("es", "Acrobot-v1", 300_000, seeds=10),
+        Cell("es", "Acrobot-v1", 300_000, seeds=5),
         Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
         Cell("es", "LunarLander-v3", 4_000_000, seeds=5, bar=200),
         Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
