@@ -1,7 +1,9 @@
 """Every recipe applies to its script as it is, does what its name says, and trains."""
 
+import copy
 import math
 import sys
+from types import SimpleNamespace
 
 import cv2
 import numpy as np
@@ -336,18 +338,27 @@ def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path
     sac.orthogonal = lambda layer, gain=0.0, plain=sac.orthogonal: plain(layer)  # far from uniform
     critics, temperatures = record(sac, "critic_loss"), record(sac, "alpha_loss")
     steps, drawn = record(sac, "gradient_step"), batches(sac, record)
-    changes = dict(learning_rate=0.0, normalize_obs=True, alpha=0.3)
+    changes = dict(learning_rate=0.0, normalize_obs=True, alpha=0.3, tau=0.0)
+
+    def another(critic):
+        target = copy.deepcopy(critic)
+        target.layers[-1].bias.data += 1
+        return target
+
+    sac.copy = SimpleNamespace(deepcopy=another)  # a target critic that differs
     run = runs(sac, tmp_path / "run", "probe_envs:Boundary-v0", **changes)
     agent, batch = sac.load_policy(run).__self__, drawn[-1]
     obs, next_obs = (agent.obs_norm(batch[name]) for name in ("obs", "next_obs"))
     pi, next_pi = (Categorical(logits=agent.actor(x)) for x in (obs, next_obs))
-    value = lambda x, pi: (pi.probs * agent.critic(x).amin(dim=0)).sum(dim=-1) + 0.3 * pi.entropy()
+    value = lambda critic, x, pi: (pi.probs * critic(x).amin(dim=0)).sum(dim=-1) + 0.3 * pi.entropy()
     (q_values, td_target), _ = critics[-1]
     made = agent.critic(obs)[:, torch.arange(len(obs)), batch["action"]]
     torch.testing.assert_close(q_values, made.detach())
-    expected = batch["reward"] + batch["discount"] * value(next_obs, next_pi)
+    expected = batch["reward"] + batch["discount"] * value(agent.target_critic, next_obs, next_pi)
     torch.testing.assert_close(td_target, expected.detach())
-    torch.testing.assert_close(steps[-2][0][0], -value(obs, pi).mean().detach())  # that of the actor
+    torch.testing.assert_close(
+        steps[-2][0][0], -value(agent.critic, obs, pi).mean().detach()
+    )  # that of the actor
     (_, entropy, target_entropy), _ = temperatures[-1]
     torch.testing.assert_close(entropy, pi.entropy().mean().detach())
     assert target_entropy == pytest.approx(0.5 * math.log(2))
