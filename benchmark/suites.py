@@ -150,10 +150,10 @@ SUITES = {
     "q_learning": [
         Cell("q_learning", "FrozenLake-v1", 50_000, 10, 1.0, NOT_SLIPPERY, "not_slippery"),
         Cell("q_learning", "FrozenLake-v1", 200_000, seeds=10, bar=0.7),  # the optimum is 0.744
-        Cell("q_learning", "CliffWalking-v1", 50_000, seeds=5, bar=-13),  # the optimum
-        Cell("q_learning", "Taxi-v4", 300_000, seeds=5, bar=7.5),  # the optimum is 7.93
-        Cell("q_learning", "MountainCar-v0", 1_000_000, seeds=5),
-        Cell("q_learning", "CartPole-v1", 500_000, seeds=5),
+        Cell("q_learning", "CliffWalking-v1", 50_000, seeds=10, bar=-13),  # the optimum
+        Cell("q_learning", "Taxi-v4", 300_000, seeds=10, bar=7.5),  # the optimum is 7.93
+        Cell("q_learning", "MountainCar-v0", 1_000_000, seeds=10),
+        Cell("q_learning", "CartPole-v1", 500_000, seeds=10),
     ],
     "dqn": [
         Cell("dqn", "CartPole-v1", 50_000, seeds=10, bar=475),
