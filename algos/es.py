@@ -364,7 +364,10 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
-        default = replace(load(path)["args"], run_dir="", resume="", evaluate="", init_from="")
+        try:
+            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
@@ -515,21 +518,20 @@ def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tu
 
 
 def load(path: str | Path) -> dict:
-    """What a .pt file of this script holds, or the checkpoint.pt of a run folder."""
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        return state | {"args": Args(**state["args"])}
-    except (OSError, EOFError, RuntimeError, UnpicklingError, KeyError, TypeError) as error:
-        raise UsageError(f"{path} is no file of this script: {error}") from None
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
 
 
 def load_policy(path: str | Path):
     """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
     state = load(path)
-    envs = make_envs(state["args"], 1)
-    spaces = envs.single_observation_space, envs.single_action_space
-    agent = Agent(*spaces, state["args"], torch.device("cpu"))
+    args = Args(**state["args"])
+    envs = make_envs(args, 1)
+    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
     return agent.eval().act
 

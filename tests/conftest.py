@@ -42,7 +42,7 @@ TINY = dict(
 BOXES = ("ddpg_td3", "sac", "tqc", "crossq", "maml", "pearl")  # they get Box actions in tests
 EXPERT = """
 def load_policy(path):
-    space = make_envs(load(path)["args"], 1).single_action_space
+    space = make_envs(Args(**load(path)["args"]), 1).single_action_space
 
     def act(obs, info):
         action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)

@@ -193,7 +193,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(bc, capsys, changes, wo
 @pytest.mark.parametrize("changes, words", [
     (dict(expert=""), "--expert --dataset"), (dict(dataset="probe/x-v0"), "--expert --dataset"),
     (dict(expert="", dataset="probe/nowhere-v0"), "probe/nowhere-v0"), (dict(expert="no.npz"), "no.npz"),
-    (dict(expert="expert/reinforce.py"), "reinforce.py no file"), (dict(loss="mse"), "mse Box"),
+    (dict(expert="expert/reinforce.py"), "cannot load reinforce.py"), (dict(loss="mse"), "mse Box"),
     (dict(expert="data.npz", dagger_iterations=1), "--dagger-iterations acts"),
     (dict(env_id="probe_envs:Ones-v0"), "expert Walk Ones"), (dict(expert="bare"), "bare --expert-script"),
     (dict(expert_script="bare/notes.txt"), "notes.txt"), (dict(validation_share=0.6), "--validation-share"),
@@ -226,6 +226,15 @@ def test_a_run_ends_patience_epochs_after_its_least_validation_loss_with_the_wei
     assert progress("again")[0]["loss/validation"] == pytest.approx(losses[0], rel=1e-6)
     assert bc.train(bc.parse_args(["--resume", "run"])).size == 2, "a run that ended is at its end"
     assert checkpoint()["run"]["env_steps"] == 12
+
+
+def test_another_script_goes_on_from_the_weights_of_a_clone(bc):
+    bc.train(short(bc))
+    reinforce = load_script("reinforce")
+    changes = dict(init_from="run", total_timesteps=64, learning_rate=0.0, normalize_obs=False)
+    reinforce.train(replace(tiny(reinforce, "warm"), **changes))
+    clone, warm = checkpoint("run")["agent"], checkpoint("warm")["agent"]
+    assert all(torch.equal(warm[name], clone[name]) for name in warm)
 
 
 def test_each_iteration_has_a_least_loss_of_its_own(bc):

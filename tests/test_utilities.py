@@ -94,7 +94,7 @@ def test_a_damaged_checkpoint_and_one_of_another_script_are_refused(ppo, capsys)
     state = checkpoint()
     state["args"]["of_another"] = 1
     torch.save(state, "other.pt")
-    assert "no file of this script" in fails(ppo, capsys, "--resume", "other.pt")
+    assert "not of this script" in fails(ppo, capsys, "--resume", "other.pt")
     assert "does not fit" in fails(ppo, capsys, "--resume", "run", "--hidden-sizes", "9")
 
 
