@@ -7,6 +7,7 @@ tuned settings of RL Baselines3 Zoo: what a user feels.
 Both sides have their own best settings and are scored alike: every so many steps 20 greedy episodes, all at
 once. The clock runs from the start of the process to the first of three scores in a row that reach the bar,
 or of the last ones of a training that ends before. The sides take turns; nothing else may run meanwhile.
+With --limit a training that is below the bar after so many seconds ends there and counts as never good.
 """
 
 import argparse
@@ -88,8 +89,8 @@ PEERS = {"ddpg_td3": ("stable_baselines3", "TD3"), "trpo": ("sb3_contrib", "TRPO
 
 
 # ------------------------------------------------------------------------------------------------ both sides
-def measure(words: list[str], bar: float) -> dict:
-    """Runs a training that prints its scores until it has passed the bar, or to its end."""
+def measure(words: list[str], bar: float, limit: float) -> dict:
+    """Runs a training that prints its scores until it has passed the bar, to its end, or to the limit."""
     env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
     start, passed, lines = time.perf_counter(), [], []
@@ -99,7 +100,8 @@ def measure(words: list[str], bar: float) -> dict:
             if score := SCORE.search(line):
                 good = float(score[2]) >= bar
                 passed = [*passed, (time.perf_counter() - start, int(score[1]))] if good else []
-            if len(passed) == IN_A_ROW:
+            late = not passed and time.perf_counter() - start > limit
+            if len(passed) == IN_A_ROW or late:
                 process.kill()
                 break
     if process.returncode > 0:
@@ -111,16 +113,17 @@ def measure(words: list[str], bar: float) -> dict:
     return versions | dict(seconds=seconds, env_steps=steps, solved=bool(passed), trained_seconds=trained)
 
 
-def ours(cell: str, seed: int) -> dict:
+def ours(cell: str, seed: int, limit: float) -> dict:
     algo, env_id = cell.split()
     with tempfile.TemporaryDirectory() as folder:
         words = [sys.executable, f"algos/{algo}.py", "--env-id", env_id, "--seed", str(seed)]
         words += ["--device", "cpu", "--eval-every", str(RACES[cell].eval_every), "--run-dir", folder]
-        return measure([*words, "--eval-episodes", str(EPISODES)], RACES[cell].bar)
+        return measure([*words, "--eval-episodes", str(EPISODES)], RACES[cell].bar, limit)
 
 
-def theirs(cell: str, seed: int, python: str) -> dict:
-    return measure([python, str(Path(__file__).resolve()), "--peer", cell, str(seed)], RACES[cell].bar)
+def theirs(cell: str, seed: int, limit: float, python: str) -> dict:
+    words = [python, str(Path(__file__).resolve()), "--peer", cell, str(seed)]
+    return measure(words, RACES[cell].bar, limit)
 
 
 def run_peer(cell: str, seed: int) -> None:
@@ -163,9 +166,9 @@ def run_peer(cell: str, seed: int) -> None:
 # --------------------------------------------------------------------------------------------------- results
 def compare(cell: str, args: argparse.Namespace) -> None:
     """Lets the sides take turns, one seed after the other, and writes their rows."""
-    sides, rows = {OURS: lambda seed: ours(cell, seed)}, []
+    sides, rows = {OURS: lambda seed: ours(cell, seed, args.limit)}, []
     if RACES[cell].peer:
-        sides[SB3] = lambda seed: theirs(cell, seed, args.sb3_python)
+        sides[SB3] = lambda seed: theirs(cell, seed, args.limit, args.sb3_python)
     about = dict(cell=cell, bar=RACES[cell].bar, cpu=cpu_name(), cores=os.cpu_count(), git_commit=commit())
     about |= {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium")}
     for seed in range(1, args.seeds + 1):
@@ -218,6 +221,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=RACES, default=list(RACES), help="what to measure")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to N on each side")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which a side gives up")
     parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "benchmark/results/time_to_bar.csv", help="the CSV"

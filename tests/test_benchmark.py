@@ -215,13 +215,13 @@ def test_a_bar_is_reached_by_the_middle_of_the_seeds_and_by_four_of_five():
 def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
     race = tool("time_to_bar")
 
-    def measured(*scores, bar=10.0, end=""):
+    def measured(*scores, bar=10.0, end="", limit=60):
         script = tmp_path / "script.py"
         prints = "".join(
             f"time.sleep(0.2); print('step {i} return_mean {x}')\n" for i, x in enumerate(scores)
         )
         script.write_text(f"import time\n{prints}{end}")
-        return race.measure([sys.executable, str(script)], bar)
+        return race.measure([sys.executable, str(script)], bar, limit)
 
     found = measured(9, 10, 11, 9, 12, 10, 10, 99, end="time.sleep(60)")
     assert (found["solved"], found["env_steps"]) == (True, 4) and 1 < found["seconds"] < 8
@@ -229,6 +229,9 @@ def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
     found = measured(9, 10, 11)
     assert (found["solved"], found["env_steps"]) == (True, 1)  # good to its end
     assert not measured(10, 10, 9)["solved"]
+    found = measured(9, 9, 10, end="time.sleep(60)", limit=0.1)
+    assert not found["solved"] and found["seconds"] == "" and found["trained_seconds"] < 20  # given up
+    assert measured(10, 10, 10, end="time.sleep(60)", limit=0.1)["solved"]  # it was good by then
     with pytest.raises(SystemExit):
         measured(10, end="raise ValueError")
 
