@@ -522,9 +522,9 @@ class FrameBuffer:
 TUNED = {
     "CartPole-v1": dict(n_step=5, batch_size=128, train_every=4, updates_per_train=2, target_update_every=250,
                         hidden_sizes=(128, 128)),
-    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, batch_size=128, buffer_size=50_000,
-                       train_every=4, updates_per_train=4, target_update_every=250, exploration_fraction=0.12,
-                       epsilon_end=0.1),
+    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, n_step=3, batch_size=128,
+                       buffer_size=50_000, train_every=4, updates_per_train=2, target_update_every=250,
+                       exploration_fraction=0.12, epsilon_end=0.03, hidden_sizes=(128, 128)),
     "MountainCar-v0": dict(total_timesteps=120_000, learning_rate=4e-3, batch_size=128, buffer_size=10_000,
                            gamma=0.98, n_step=4, train_every=16, updates_per_train=8, target_update_every=600,
                            exploration_fraction=0.2, epsilon_end=0.07, hidden_sizes=(128, 128),

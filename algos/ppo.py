@@ -415,11 +415,11 @@ class RewardNorm(RunningNorm):
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9, anneal_lr=True),
-    "Acrobot-v1": dict(total_timesteps=300_000, num_steps=256, num_minibatches=16, learning_rate=1e-3,
+    "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_minibatches=16, learning_rate=1e-3,
                        entropy_coef=0.01, normalize_obs=True, normalize_reward=True, anneal_lr=True,
                        eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=32, learning_rate=1e-3,
-                        gamma=0.9, anneal_lr=True, log_std_init=0.0),
+                        gamma=0.9, normalize_reward=True, anneal_lr=True, log_std_init=0.0),
     "MountainCar-v0": dict(num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, eval_every=50_000,
                            normalize_obs=True, normalize_reward=True, anneal_lr=True),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999,
