@@ -77,8 +77,8 @@ SUITES = {
         Cell("ppo", "Hopper-v5", 300_000, seeds=3),
     ],
     "ppo_lstm": [
-        Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=5, bar=475),
-        Cell("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1", 100_000, seeds=5, bar=-220),
+        Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=10, bar=475),
+        Cell("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1", 100_000, seeds=10, bar=-220),
         Cell("ppo_lstm", f"{HIDDEN}MountainCarContinuousNoVel-v0", 300_000, seeds=5, bar=88),
     ],
     # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
@@ -111,7 +111,7 @@ SUITES = {
         Cell("ddpg_td3", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "sac": [
-        Cell("sac", "Pendulum-v1", 20_000, seeds=5, bar=-160),
+        Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
         Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=5),
         Cell("sac", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--learning-rate", "1e-3")),
@@ -123,7 +123,7 @@ SUITES = {
         Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, *SMALL_TQC)),
     ],
     "crossq": [
-        Cell("crossq", "Pendulum-v1", 20_000, seeds=5, bar=-155),
+        Cell("crossq", "Pendulum-v1", 20_000, seeds=10, bar=-155),
         Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=250),
         Cell("crossq", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--critic-sizes", "256", "256")),
     ],
@@ -157,8 +157,8 @@ SUITES = {
     ],
     "dqn": [
         Cell("dqn", "CartPole-v1", 50_000, seeds=10, bar=475),
-        Cell("dqn", "Acrobot-v1", 100_000, seeds=5, bar=-77),
-        Cell("dqn", "MountainCar-v0", 120_000, seeds=5, bar=-105),
+        Cell("dqn", "Acrobot-v1", 100_000, seeds=10, bar=-77),
+        Cell("dqn", "MountainCar-v0", 120_000, seeds=10, bar=-105),
         Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
     ],
     "pqn": [
@@ -186,8 +186,8 @@ SUITES = {
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
     "ppo_rnd": [
-        Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=5, bar=-130),
-        Cell("ppo_rnd", f"{HIDDEN}SparseGrid-v0", 100_000, 5, 1.0, (*GRID, "--predictor-lr", "1e-3")),
+        Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=10, bar=-130),
+        Cell("ppo_rnd", f"{HIDDEN}SparseGrid-v0", 100_000, 10, 1.0, (*GRID, "--predictor-lr", "1e-3")),
     ],
     # The same settings without novelty.
     "rnd_ablation": [Cell("ppo", f"{HIDDEN}SparseGrid-v0", 100_000, 5, None, GRID, "no_novelty")],
