@@ -34,6 +34,7 @@ myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
 html_copy_source = html_show_copyright = False
+html_show_search_summary = False  # a page that is opened as a file cannot fetch the others
 # MathJax from a package, in one file with its glyphs: nothing is fetched when a page is read.
 mathjax_path = "tex-svg.js"
 # Plotly likewise, for the page of all curves.
@@ -124,6 +125,8 @@ def all_curves() -> str:
         several = len({row["total_timesteps"] for row in rows}) > 1
         for row in rows:
             name = f"{row['algo']} of {row['total_timesteps']} steps" if several else row["algo"]
+            if row["algo"].startswith("bc"):
+                name += " (gradient steps)"
             seeds = curves.setdefault(row["env_id"].partition(":")[2] or row["env_id"], {}).setdefault(
                 name, {}
             )

@@ -2,11 +2,15 @@
 const COLOURS = ["#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999"];
 const choice = document.getElementById("environment");
 
+// At each step that some seed has and all have reached: the mean of the seeds, each a straight line between its own steps.
 function meanOf(seeds) {
-  const sums = new Map();
-  for (const [steps, returns] of seeds) steps.forEach((step, i) => sums.set(step, [...(sums.get(step) || []), returns[i]]));
-  const shared = [...sums].filter(([, values]) => values.length === seeds.length).sort(([a], [b]) => a - b);
-  return [shared.map(([step]) => step), shared.map(([, values]) => values.reduce((a, b) => a + b) / values.length)];
+  const at = ([x, y], step) => {
+    const i = x.findIndex(other => other >= step);
+    return i < 1 || x[i] === step ? y[Math.max(i, 0)] : y[i - 1] + (y[i] - y[i - 1]) * (step - x[i - 1]) / (x[i] - x[i - 1]);
+  };
+  const end = Math.min(...seeds.map(([x]) => x.at(-1)));
+  const steps = [...new Set(seeds.flatMap(([x]) => x))].filter(step => step <= end).sort((a, b) => a - b);
+  return [steps, steps.map(step => seeds.reduce((sum, seed) => sum + at(seed, step), 0) / seeds.length)];
 }
 
 function draw() {
@@ -21,7 +25,8 @@ function draw() {
     return [...thin, { ...line, x, y, line: { color, dash, width: 3 } }];
   });
   const axes = { xaxis: { title: { text: "environment steps" } }, yaxis: { title: { text: "mean return" } } };
-  const layout = { ...axes, height: 520, margin: { t: 20, r: 10 }, legend: { orientation: "h", y: -0.2 } };
+  const legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }; // below the title of the axis, however many lines
+  const layout = { ...axes, height: innerWidth < 600 ? 720 : 520, margin: { t: 20, r: 10 }, legend };
   Plotly.react("curves", lines, layout, { responsive: true, displaylogo: false });
 }
 
