@@ -10,6 +10,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ALGOS, NAMES, ROOT, load_script, progress, tiny
 from test_lineage import PAIRS
@@ -103,6 +104,26 @@ def test_python_of_the_readme_trains_tuned(empty_folder, monkeypatch):
     names = {}
     exec(example.replace("total_timesteps=50_000", "total_timesteps=1024"), names)
     assert names["args"].num_envs == 8 and len(names["returns"]) == 10
+
+
+@pytest.mark.parametrize(
+    "name, env_id, run_dir",
+    [
+        ("maml", "PointNavigation-v0", "runs/maml"),
+        ("pearl", "PointRobot-v0", "runs/pearl"),
+        ("ppo_lstm", "benchmark.hidden_envs:CartPoleNoVel-v1", "runs/memory"),
+    ],
+)
+def test_python_of_a_page_runs_after_a_training(name, env_id, run_dir, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    script, names = load_script(name), {}
+    script.train(tiny(script, run_dir, env_id=env_id, env_kwargs={}))
+    for block in blocks(ROOT / "docs" / f"{name}.md", "python"):
+        exec(block, names)
+    assert names["args"].env_id == env_id and np.isfinite(names["obs"]).all()
+    assert len(names["obs"]) == names["envs"].num_envs
+    if name == "maml":  # its second block is two methods of an environment
+        assert names["sample_task"](None, np.random.default_rng(1)).shape == (3,)
 
 
 def test_tutorials_run_as_they_stand(empty_folder):
