@@ -159,7 +159,8 @@ def draw_results(files: list[Path], out: Path, apart: bool) -> None:
         for bar, owners in bars.items():
             axes.axhline(bar, color=owners[0] if len(owners) == 1 else "black", linestyle=":", linewidth=1.3)
         counts = sorted({len(curve.returns) for curve in own})
-        title = [own[0].env_id, f"{'–'.join(map(str, counts))} seed{'s' if counts != [1] else ''}"]
+        seeds = f"{'–'.join(map(str, counts))} seed{'s' if counts != [1] else ''}"
+        title = [own[0].env_id.rpartition(":")[2], seeds]
         title += [f"bar {', '.join(f'{bar:g}' for bar in sorted(bars))}"] if bars else []
         title = f"{own[0].name}\n{', '.join(title)}" if apart else ", ".join(title)
         axes.set(title=title, xlabel="environment steps", ylabel="return")

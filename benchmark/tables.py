@@ -4,8 +4,8 @@
     python benchmark/tables.py --check    # exit code 1 if a page is out of date
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
-<!-- output:NAME:end --> in docs/. Name and paper come from the docstring of each script, results and speed
-from benchmark/results.
+<!-- output:NAME:end --> in docs/. Names come from the docstring of each script, results and speed from
+benchmark/results.
 """
 
 import argparse
@@ -24,8 +24,8 @@ from suites import PUBLISHED, SUITES
 NOTE = """
 Bars: of the results that have one, how many reach it (interquartile mean over seeds, and 80% of the seeds, of
 100 greedy episodes with the last policy). Speed: environment steps per second over those of Stable-Baselines3
-at equal settings and networks, median of pairs on a CPU. Seeds, intervals, other tasks and published results
-are on the pages.
+on CartPole-v1 (SAC and TD3: HalfCheetah-v5; TRPO: Pendulum-v1) at equal settings and networks, median of
+pairs on a CPU. Papers, seeds, intervals, other tasks and published results are on the pages.
 """.strip()
 RESULTS = ROOT / "benchmark/results"
 
@@ -43,7 +43,7 @@ def measured(algo: str, ablations: bool) -> list[tuple]:
     """(title, cell, final means) of the algorithm's cells, each once, with or without those of ablations."""
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
-    title = lambda cell: f"{cell.env_id} {cell.variant.replace('_', ' ')}".strip()
+    title = lambda cell: f"{cell.env_id.rpartition(':')[2]} {cell.variant.replace('_', ' ')}".strip()
     return [(title(cell), cell, scores) for cell in cells if (scores := finals(cell))]
 
 
@@ -59,7 +59,7 @@ def first_result(algo: str) -> tuple[str, str]:
         return "–", "–"
     title, cell, scores = found[0]
     mean = statistics.mean(scores)
-    return f"{title.partition(':')[2] or title} {number(mean, mean)}", f"{sum(judged)} of {len(judged)}"
+    return f"{title} {number(mean, mean)}", f"{sum(judged)}/{len(judged)}"
 
 
 def results_table(algo: str) -> str:
@@ -95,26 +95,22 @@ def first_speed(algo: str) -> str:
     return "–"
 
 
-def name_and_paper(script: Path) -> tuple[str, str]:
+def name_of(script: Path) -> str:
     """From a docstring that begins `Name of the Algorithm (Authors year, arXiv 1234.56789): ...`."""
     docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
-    found = re.match(r"([^(]+) \(([^()]+)\)", docstring)
+    found = re.match(r"([^(]+) \([^()]+\)", docstring)
     if not found:
         sys.exit(f"tables.py: {script} has no docstring that begins `Name (authors, year, arXiv id)`")
-    link = r"[\1](https://arxiv.org/abs/\2)"
-    return " ".join(found[1].split()), re.sub(
-        r"([^;\s][^;]*), arXiv (\d+\.\d+)", link, " ".join(found[2].split())
-    )
+    return " ".join(found[1].split())
 
 
 def table() -> str:
-    lines = [("algorithm", "paper", "lines", "first result", "bars", "speed", "page"), ("---",) * 7]
+    lines = [("algorithm", "script", "lines", "first result", "bars", "speed"), ("---",) * 6]
     for script in sorted((ROOT / "algos").glob("*.py")):
-        name, paper = name_and_paper(script)
         length = len(script.read_text(encoding="utf-8").splitlines())
-        links = f"[{name}](algos/{script.name})", paper, str(length)
-        page = f"[{script.stem}](docs/{script.stem}.md)"
-        lines.append((*links, *first_result(script.stem), first_speed(script.stem), page))
+        page, source = f"docs/{script.stem}.md", f"algos/{script.name}"
+        links = f"[{name_of(script)}]({page})", f"[{script.name}]({source})", str(length)
+        lines.append((*links, *first_result(script.stem), first_speed(script.stem)))
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
