@@ -24,8 +24,9 @@ function draw() {
     const [x, y] = meanOf(runs.map(([, run]) => run));
     return [...thin, { ...line, x, y, line: { color, dash, width: 3 } }];
   });
-  const axes = { xaxis: { title: { text: "environment steps" } }, yaxis: { title: { text: "mean return" } } };
-  const legend = { orientation: "h", yref: "container", y: 0, yanchor: "bottom" }; // below the title of the axis, however many lines
+  const axes = { xaxis: { automargin: true }, yaxis: { title: { text: "mean return" } } };
+  const title = { text: "environment steps", side: "top center" }; // of the axis: as a part of the legend it is never covered by it
+  const legend = { title, orientation: "h", x: 0.5, xanchor: "center", yref: "container", y: 0, yanchor: "bottom" };
   const layout = { ...axes, height: innerWidth < 600 ? 720 : 520, margin: { t: 20, r: 10 }, legend };
   Plotly.react("curves", lines, layout, { responsive: true, displaylogo: false });
 }
