@@ -9,7 +9,7 @@ from shared_code import definitions
 
 LINES = {  # of a whole file
     "q_learning": 665, "pqn": 740, "reinforce": 745, "es": 760, "vpg": 825, "a2c": 850, "ppo": 875,
-    "trpo": 890, "ppo_lstm": 905, "bc": 940, "ppo_rnd": 925, "ddpg_td3": 915, "sac": 900, "crossq": 935,
+    "trpo": 890, "ppo_lstm": 905, "bc": 940, "ppo_rnd": 925, "ddpg_td3": 915, "sac": 905, "crossq": 935,
     "tqc": 920, "maml": 985, "dqn": 980, "pearl": 1125,
 }  # fmt: skip
 UTILITIES = 435  # from their rule line to main
