@@ -14,7 +14,7 @@ Differences from the paper:
  4. A time limit is no termination: A_t bootstraps from the value of the true final observation.
  5. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
     the space; they are clipped only on their way into the environment.
- 6. Images: Nature CNN (Mnih et al. 2015); on Atari rewards become their sign.
+ 6. Images: Nature CNN (Mnih et al. 2015); with --clip-reward rewards become their sign.
 
     python algos/trpo.py --env-id CartPole-v1
 """
