@@ -232,6 +232,7 @@ def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
     found = measured(9, 9, 10, end="time.sleep(60)", limit=0.1)
     assert not found["solved"] and found["seconds"] == "" and found["trained_seconds"] < 20  # given up
     assert measured(10, 10, 10, end="time.sleep(60)", limit=0.1)["solved"]  # it was good by then
+    assert not measured(10, 9, 10, 10, limit=0.1)["solved"]  # it was not, after one lucky score
     with pytest.raises(SystemExit):
         measured(10, end="raise ValueError")
 
