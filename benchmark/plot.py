@@ -185,7 +185,7 @@ def draw_results(files: list[Path], out: Path, apart: bool) -> None:
     legend["final evaluation"] = line(**DIAMOND)
     if any(curve.bar is not None for curve in curves):
         legend["bar"] = line(linestyle=":")
-    save(figure, "Greedy evaluation during training, 95% bootstrap intervals over seeds", out, legend)
+    save(figure, "Evaluations during training, 95% bootstrap intervals over seeds", out, legend)
 
 
 # ------------------------------------------------------------------------------------------------------- runs

@@ -184,8 +184,8 @@ def compare(cell: str, args: argparse.Namespace) -> None:
     of = lambda library: [float(row["seconds"] or "inf") for row in rows if row["library"] == library]
     medians = [statistics.median(of(library)) for library in sides]
     if len(medians) == 2:
-        ratio = medians[1] / medians[0]
-        print(f"{cell}: {medians[0]:.1f} s and {medians[1]:.1f} s (medians), {ratio:.2f} times as fast")
+        ratio = f", {medians[1] / medians[0]:.2f} times as fast" if math.isfinite(sum(medians)) else ""
+        print(f"{cell}: {medians[0]:.1f} s and {medians[1]:.1f} s (medians; inf: never good){ratio}")
 
 
 def draw(rows: list[dict], out: Path) -> None:

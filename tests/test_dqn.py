@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from conftest import checkpoint, equal, load_script, parts, progress, tiny
+from conftest import ROOT, checkpoint, equal, load_script, parts, progress, tiny
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
 from torch.nn.functional import huber_loss
@@ -409,3 +409,18 @@ def test_weights_to_start_from_are_those_of_the_target_too():
     quick(seed=2, init_from="first", learning_starts=1000, target_update_every=1000)
     first = checkpoint("first")["agent"]
     assert equal(checkpoint()["agent"], first) and equal(checkpoint()["target_agent"], first)
+
+
+def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    args = arguments("benchmark.minatar_envs:Breakout-v1")
+    env, played = dqn.make_envs(args, 1, render_mode="rgb_array"), []
+    for _ in range(2):
+        obs, _ = env.reset(seed=3)
+        assert obs.shape == (1, 4, 10, 10) and obs.dtype == np.uint8 and set(np.unique(obs)) == {0, 255}
+        played.append([obs, *(env.step(np.array([i % 3]))[0].copy() for i in range(4))])
+    assert np.array_equal(*played) and not np.array_equal(played[0][0], played[0][1])
+    (frame,) = env.render()
+    assert frame.shape == (160, 160, 3) and frame.dtype == np.uint8 and len(np.unique(frame)) > 2
+    agent = dqn.Agent(env.single_observation_space, env.single_action_space, args, CPU)
+    assert isinstance(agent.trunk.cnn, dqn.NatureCNN)
