@@ -34,6 +34,9 @@ PONG_1_STEP = (*PONG, "--buffer-size", "100000", "--epsilon-end", "0.02")
 # Targets of four steps hold actions that are not the learner's: a short memory and few random actions.
 PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end", "0.01")
 
+MINATAR, PIXELS = "benchmark.minatar_envs:", ("--hidden-sizes", "128", "--eval-every", "25000")
+GAMES = (*PIXELS, "--num-envs", "64", "--num-minibatches", "8", "--learning-rate", "1e-3", "--anneal-lr")
+
 MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
 SMALL = (*ONE_THREAD, "--batch-size", "128")  # what one core carries in a quarter of an hour
@@ -226,6 +229,17 @@ SUITES = {
         Cell("es", "LunarLander-v3", 4_000_000, seeds=5, bar=200),
         Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
         Cell("es", "Swimmer-v5", 500_000, seeds=5),
+    ],
+    # Images in minutes on one core: 8 for dqn, 3 for ppo, 2 for pqn.
+    "minatar": [
+        Cell("ppo", f"{MINATAR}Breakout-v1", 500_000, 5, None, (
+            *GAMES, "--num-steps", "64", "--entropy-coef", "0.01", "--shared-trunk", "--activation", "relu",
+        )),
+        Cell("pqn", f"{MINATAR}Breakout-v1", 500_000, 5, None, (*GAMES, "--num-steps", "32")),
+        Cell("dqn", f"{MINATAR}Breakout-v1", 500_000, 5, None, (
+            *PIXELS, "--n-step", "3", "--learning-rate", "5e-4", "--batch-size", "32", "--train-every", "4",
+            "--target-update-every", "1000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
+        )),
     ],
     # 28 steps/s on one core, 50 on two. The claims, of an update every step: first wins by 250k agent steps
     # and 20 points by 450k; with 4-step targets by 150k and 170k.
