@@ -74,7 +74,7 @@ SUITES = {
         Cell("ppo", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("ppo", "Acrobot-v1", 300_000, seeds=10, bar=-81),
         Cell("ppo", "Pendulum-v1", 100_000, seeds=10, bar=-180),  # published: -172 and -175
-        Cell("ppo", "LunarLander-v3", 1_000_000, seeds=3, bar=240, args=LONG),
+        Cell("ppo", "LunarLander-v3", 1_000_000, seeds=10, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=5, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
         Cell("ppo", "Hopper-v5", 300_000, seeds=3),
@@ -107,21 +107,21 @@ SUITES = {
         Cell("ppo", "ALE/BeamRider-v5", 10_000_000, seeds=3, bar=3397),
     ],
     "ddpg_td3": [
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "ddpg"), "ddpg"),
-        Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "td3"), "td3"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "ddpg"), "ddpg"),
+        Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
         Cell("ddpg_td3", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
         Cell("ddpg_td3", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "sac": [
         Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
-        Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=5, bar=90),
+        Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=5),
         Cell("sac", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--learning-rate", "1e-3")),
         Cell("sac", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "tqc": [
-        Cell("tqc", "Pendulum-v1", 20_000, seeds=5, bar=-155),
+        Cell("tqc", "Pendulum-v1", 20_000, seeds=10, bar=-155),
         Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=5, bar=260),
         Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, *SMALL_TQC)),
     ],
@@ -197,7 +197,7 @@ SUITES = {
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=10),
-        Cell("a2c", "Pendulum-v1", 1_000_000, seeds=5),
+        Cell("a2c", "Pendulum-v1", 1_000_000, seeds=10),
         Cell("a2c", "MountainCarContinuous-v0", 100_000, seeds=10),
     ],
     # Experts first: docs/bc.md. The bar of Pendulum is 10% below the return of its expert, -142.5, that of
@@ -224,11 +224,11 @@ SUITES = {
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=10, bar=475),
-        Cell("es", "Acrobot-v1", 300_000, seeds=5),
+        Cell("es", "Acrobot-v1", 300_000, seeds=10),
         Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
         Cell("es", "LunarLander-v3", 4_000_000, seeds=5, bar=200),
-        Cell("es", "InvertedPendulum-v5", 300_000, seeds=5),
-        Cell("es", "Swimmer-v5", 500_000, seeds=5),
+        Cell("es", "InvertedPendulum-v5", 300_000, seeds=10),
+        Cell("es", "Swimmer-v5", 500_000, seeds=10),
     ],
     # Images in minutes on one core: 8 for dqn, 3 for ppo, 2 for pqn.
     "minatar": [
@@ -236,7 +236,7 @@ SUITES = {
             *GAMES, "--num-steps", "64", "--entropy-coef", "0.01", "--shared-trunk", "--activation", "relu",
         )),
         Cell("pqn", f"{MINATAR}Breakout-v1", 500_000, 5, None, (*GAMES, "--num-steps", "32")),
-        Cell("dqn", f"{MINATAR}Breakout-v1", 500_000, 5, None, (
+        Cell("dqn", f"{MINATAR}Breakout-v1", 500_000, 3, None, (
             *PIXELS, "--n-step", "3", "--learning-rate", "5e-4", "--batch-size", "32", "--train-every", "4",
             "--target-update-every", "1000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
         )),
