@@ -452,15 +452,16 @@ class ReplayBuffer:
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
 
 
-# Pendulum and MountainCarContinuous: own trials, the latter with the noise of RL Baselines3 Zoo's td3.yml.
-# The others follow that file, mujoco with the networks of Args; LunarLander and BipedalWalker never ran here.
+# Own trials, those of MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml. BipedalWalker,
+# which never ran here, and mujoco follow that file, mujoco with the networks of Args.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=2_000, gamma=0.95, hidden_sizes=(64, 64),
                         batch_size=128, eval_every=2_500),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, learning_starts=1_000, hidden_sizes=(64, 64),
                                      batch_size=128, noise="ou", exploration_noise=0.5, eval_every=5_000),
-    "LunarLanderContinuous-v3": dict(total_timesteps=300_000, learning_starts=10_000, gamma=0.98,
-                                     buffer_size=200_000, eval_every=20_000),
+    "LunarLanderContinuous-v3": dict(total_timesteps=200_000, learning_starts=10_000, buffer_size=200_000,
+                                     hidden_sizes=(128, 128), batch_size=128, updates_per_step=0.5, n_step=3,
+                                     reward_scale=0.1, noise="ou", exploration_noise=0.3, eval_every=20_000),
     "BipedalWalker-v3": dict(learning_starts=10_000, gamma=0.98, buffer_size=200_000, eval_every=50_000),
     "mujoco": dict(learning_starts=10_000, eval_every=20_000, checkpoint_every=100_000, torch_threads=2),
 }  # fmt: skip

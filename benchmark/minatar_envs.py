@@ -1,11 +1,11 @@
 """Atari games of 10 x 10 pixels (Young & Tian 2019): images from which a CPU learns in minutes.
 
     pip install minatar
-    python algos/dqn.py --env-id benchmark.minatar_envs:Breakout-v1
+    python algos/dqn.py --env-id benchmark.minatar_envs:MinAtar/Breakout-v1
 
 A channel for each kind of object, also for where it was, so no frames are stacked. Actions are the few that
 a game knows, one in ten is the one before it, and games get harder as they go on. Elsewhere copy this file
-beside the script and write minatar_envs:Breakout-v1.
+beside the script and write minatar_envs:MinAtar/Breakout-v1.
 """
 
 import gymnasium as gym
@@ -36,4 +36,4 @@ def make(game, render_mode=None, **kwargs):
 
 for game in ("asterix", "breakout", "freeway", "seaquest", "space_invaders"):
     name = game.title().replace("_", "")
-    gym.register(f"{name}-v1", entry_point=make, kwargs=dict(game=game), max_episode_steps=10_000)
+    gym.register(f"MinAtar/{name}-v1", entry_point=make, kwargs=dict(game=game), max_episode_steps=10_000)

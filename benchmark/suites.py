@@ -34,7 +34,8 @@ PONG_1_STEP = (*PONG, "--buffer-size", "100000", "--epsilon-end", "0.02")
 # Targets of four steps hold actions that are not the learner's: a short memory and few random actions.
 PONG_4_STEP = (*PONG, "--n-step", "4", "--buffer-size", "50000", "--epsilon-end", "0.01")
 
-MINATAR, PIXELS = "benchmark.minatar_envs:", ("--hidden-sizes", "128", "--eval-every", "25000")
+MINATAR = "benchmark.minatar_envs:MinAtar/Breakout-v1"
+PIXELS = ("--hidden-sizes", "128", "--eval-every", "25000")
 GAMES = (*PIXELS, "--num-envs", "64", "--num-minibatches", "8", "--learning-rate", "1e-3", "--anneal-lr")
 
 MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
@@ -110,6 +111,7 @@ SUITES = {
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "td3"), "td3"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "ddpg"), "ddpg"),
         Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
+        Cell("ddpg_td3", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=200),  # published: 207
         Cell("ddpg_td3", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
         Cell("ddpg_td3", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
@@ -144,11 +146,11 @@ SUITES = {
     ],
     # From DDPG to TD3, one ingredient after the other: twin critics, delay, exploration, target noise.
     "td3_ablation": [
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, DDPG, "ddpg"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, DDPG, "ddpg"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, TWIN, "ddpg_twin"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, DELAY, "ddpg_twin_delay"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, GAUSSIAN, "ddpg_twin_delay_gaussian"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, -160, ("--algorithm", "td3"), "td3"),  # and target noise
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "td3"), "td3"),  # and target noise
     ],
     "q_learning": [
         Cell("q_learning", "FrozenLake-v1", 50_000, 10, 1.0, NOT_SLIPPERY, "not_slippery"),
@@ -232,11 +234,11 @@ SUITES = {
     ],
     # Images in minutes on one core: 8 for dqn, 3 for ppo, 2 for pqn.
     "minatar": [
-        Cell("ppo", f"{MINATAR}Breakout-v1", 500_000, 5, None, (
+        Cell("ppo", MINATAR, 500_000, 3, None, (
             *GAMES, "--num-steps", "64", "--entropy-coef", "0.01", "--shared-trunk", "--activation", "relu",
         )),
-        Cell("pqn", f"{MINATAR}Breakout-v1", 500_000, 5, None, (*GAMES, "--num-steps", "32")),
-        Cell("dqn", f"{MINATAR}Breakout-v1", 500_000, 3, None, (
+        Cell("pqn", MINATAR, 500_000, 3, None, (*GAMES, "--num-steps", "32")),
+        Cell("dqn", MINATAR, 500_000, 3, None, (
             *PIXELS, "--n-step", "3", "--learning-rate", "5e-4", "--batch-size", "32", "--train-every", "4",
             "--target-update-every", "1000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
         )),
@@ -302,5 +304,6 @@ PUBLISHED = {
     ("crossq", "LunarLanderContinuous-v3"): "268.9 at 300k (SLM-Lab, training return)",
     ("ddpg_td3-td3", "Pendulum-v1"): "-151.9 at 20k (RL Baselines3 Zoo, one run)",
     ("ddpg_td3-ddpg", "Pendulum-v1"): "-152.1 at 20k (RL Baselines3 Zoo, one run)",
+    ("ddpg_td3", "LunarLanderContinuous-v3"): "207.5 at 300k on -v2 (TD3; RL Baselines3 Zoo, one run)",
     ("ddpg_td3", "MountainCarContinuous-v0"): "93.5 at 300k (TD3, DDPG; RL Baselines3 Zoo, one run of each)",
 }  # fmt: skip

@@ -413,7 +413,7 @@ def test_weights_to_start_from_are_those_of_the_target_too():
 
 def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    args = arguments("benchmark.minatar_envs:Breakout-v1")
+    args = arguments("benchmark.minatar_envs:MinAtar/Breakout-v1")
     env, played = dqn.make_envs(args, 1, render_mode="rgb_array"), []
     for _ in range(2):
         obs, _ = env.reset(seed=3)
