@@ -32,7 +32,7 @@ def test_readme_has_two_commands_for_a_bare_machine():
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_name_existing_files_and_options(page):
-    for line in "\n".join(blocks(page, "bash")).splitlines():
+    for line in "\n".join(blocks(page, "bash")).replace("\\\n", "").splitlines():
         words = shlex.split(line, comments=True)
         scripts = [word for word in words if re.fullmatch(r"algos/\w+\.py", word)]
         for word in scripts + [
