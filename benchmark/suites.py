@@ -76,7 +76,7 @@ SUITES = {
         Cell("ppo", "Acrobot-v1", 300_000, seeds=10, bar=-81),
         Cell("ppo", "Pendulum-v1", 100_000, seeds=10, bar=-180),  # published: -172 and -175
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=10, bar=240, args=LONG),
-        Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=5, bar=270, args=LONG),
+        Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=10, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
         Cell("ppo", "Hopper-v5", 300_000, seeds=3),
     ],
@@ -111,25 +111,25 @@ SUITES = {
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "td3"), "td3"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "ddpg"), "ddpg"),
         Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
-        Cell("ddpg_td3", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=200),  # published: 207
+        Cell("ddpg_td3", "LunarLanderContinuous-v3", 200_000, seeds=10, bar=200),  # published: 207
         Cell("ddpg_td3", "HalfCheetah-v5", 100_000, seeds=3, args=ONE_THREAD),
         Cell("ddpg_td3", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "sac": [
         Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
         Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
-        Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=5),
+        Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=10),
         Cell("sac", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--learning-rate", "1e-3")),
         Cell("sac", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "tqc": [
         Cell("tqc", "Pendulum-v1", 20_000, seeds=10, bar=-155),
-        Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=5, bar=260),
+        Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=10, bar=260),
         Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, *SMALL_TQC)),
     ],
     "crossq": [
         Cell("crossq", "Pendulum-v1", 20_000, seeds=10, bar=-155),
-        Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=5, bar=250),
+        Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=10, bar=250),
         Cell("crossq", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, "--critic-sizes", "256", "256")),
     ],
     # Returns after two episodes in each held-out task. The optima are -5.19 and 13.36.
@@ -178,7 +178,7 @@ SUITES = {
     ],
     "policy_gradient": [
         Cell("reinforce", "CartPole-v1", 200_000, seeds=10, bar=475),
-        Cell("reinforce", "Acrobot-v1", 500_000, seeds=5),
+        Cell("reinforce", "Acrobot-v1", 500_000, seeds=10),
         Cell("vpg", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("vpg", "Acrobot-v1", 200_000, seeds=10),
         Cell("trpo", "CartPole-v1", 100_000, seeds=10, bar=475),
@@ -227,8 +227,8 @@ SUITES = {
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("es", "Acrobot-v1", 300_000, seeds=10),
-        Cell("es", "Pendulum-v1", 2_000_000, seeds=5),
-        Cell("es", "LunarLander-v3", 4_000_000, seeds=5, bar=200),
+        Cell("es", "Pendulum-v1", 2_000_000, seeds=10),
+        Cell("es", "LunarLander-v3", 4_000_000, seeds=10, bar=200),
         Cell("es", "InvertedPendulum-v5", 300_000, seeds=10),
         Cell("es", "Swimmer-v5", 500_000, seeds=10),
     ],
