@@ -463,7 +463,7 @@ TUNED = {
                         eval_every=2_500),
     "LunarLanderContinuous-v3": dict(total_timesteps=300_000, learning_rate=1e-3, anneal_lr=True, tau=0.01,
                                      n_step=3, hidden_sizes=(128, 128), batch_size=128, num_critics=2,
-                                     num_quantiles=10, dropped_quantiles=1, updates_per_step=0.5,
+                                     num_quantiles=10, dropped_quantiles=1, updates_per_step=0.25,
                                      reward_scale=0.1, eval_every=20_000),
     "HalfCheetah-v5": dict(dropped_quantiles=0),
     "Hopper-v5": dict(dropped_quantiles=5),
