@@ -26,9 +26,7 @@ class Cell(NamedTuple):
 FEW = ("--eval-every", "2048", "--checkpoint-every", "2048", "--eval-episodes", "4")
 LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same curve as 100
 NOT_STICKY = ("--env-kwargs", '{"repeat_action_probability": 0}')
-QUARTER = (
-    '{"repeat_action_probability": 0, "img_height": 42, "img_width": 42}'  # the images are a quarter as large
-)
+QUARTER = '{"repeat_action_probability": 0, "img_height": 42, "img_width": 42}'  # images a quarter as large
 PONG = (
     "--learning-starts", "10000", "--train-every", "1", "--exploration-fraction", "0.1",
     "--eval-every", "25000", "--checkpoint-every", "50000",
