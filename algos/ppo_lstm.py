@@ -472,8 +472,8 @@ TUNED = {
         gae_lambda=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True, anneal_lr=True,
         eval_every=25_000),
     "benchmark.hidden_envs:PendulumNoVel-v1": dict(
-        total_timesteps=100_000, num_envs=10, num_steps=200, num_minibatches=10,
-        learning_rate=5e-4, gamma=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
+        total_timesteps=100_000, num_envs=20, num_steps=200, num_minibatches=20,
+        learning_rate=1e-3, gamma=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
         anneal_lr=True, log_std_init=0.0, eval_every=25_000),
     "benchmark.hidden_envs:MountainCarContinuousNoVel-v0": dict(
         total_timesteps=300_000, num_envs=8, num_steps=256, num_minibatches=8, learning_rate=1e-3,
