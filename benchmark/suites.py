@@ -26,7 +26,6 @@ class Cell(NamedTuple):
 FEW = ("--eval-every", "2048", "--checkpoint-every", "2048", "--eval-episodes", "4")
 LONG = ("--eval-every", "20000")  # 50 evaluations in 1M steps draw the same curve as 100
 NOT_STICKY = ("--env-kwargs", '{"repeat_action_probability": 0}')
-QUARTER = '{"repeat_action_probability": 0, "img_height": 42, "img_width": 42}'  # images a quarter as large
 PONG = (
     "--learning-starts", "10000", "--train-every", "1", "--exploration-fraction", "0.1",
     "--eval-every", "25000", "--checkpoint-every", "50000",
@@ -41,7 +40,6 @@ GAMES = (*PIXELS, "--num-envs", "64", "--num-minibatches", "8", "--learning-rate
 
 MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
-SMALL_PONG = (*PONG_1_STEP, *ONE_THREAD, "--env-kwargs", QUARTER)
 SMALL = (*ONE_THREAD, "--batch-size", "128")  # what one core carries in a quarter of an hour
 SMALL_TQC = ("--num-critics", "2", "--num-quantiles", "10", "--learning-rate", "1e-3")
 CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
@@ -252,11 +250,6 @@ SUITES = {
         Cell("dqn", "ALE/Pong-v5", 450_000, 3, 20, PONG_1_STEP, "1_step_sticky"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, (*NOT_STICKY, *PONG_4_STEP), "4_step"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, PONG_4_STEP, "4_step_sticky"),
-    ],
-    # The six variants one by one, on images a quarter as large: 120 steps/s on one core.
-    "dqn_pong_variants": [
-        Cell("dqn", "ALE/Pong-v5", 250_000, 1, None, (*SMALL_PONG, *VARIANTS[name]), name)
-        for name in ("plain", "double", "dueling", "noisy", "3_step", "per")
     ],
 }  # fmt: skip
 
