@@ -124,7 +124,7 @@ SUITES = {
     ],
     "tqc": [
         Cell("tqc", "Pendulum-v1", 20_000, seeds=10, bar=-155),
-        Cell("tqc", "LunarLanderContinuous-v3", 300_000, seeds=10, bar=260),
+        Cell("tqc", "LunarLanderContinuous-v3", 200_000, seeds=10, bar=260),
         Cell("tqc", "HalfCheetah-v5", 100_000, 3, None, (*SMALL, *SMALL_TQC)),
     ],
     "crossq": [
