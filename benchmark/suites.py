@@ -88,7 +88,7 @@ SUITES = {
     # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
     "t_maze_ablation": [
         Cell(
-            algo, f"{HIDDEN}TMaze-v0", 60_000, 5, None,
+            algo, f"{HIDDEN}TMaze-v0", 60_000, 10, None,
             ("--env-kwargs", f'{{"delay": {delay}}}', *args), f"{memory}_{delay}",
         )
         for memory, (algo, args) in MEMORIES.items()
@@ -147,9 +147,9 @@ SUITES = {
     # From DDPG to TD3, one ingredient after the other: twin critics, delay, exploration, target noise.
     "td3_ablation": [
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, DDPG, "ddpg"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, TWIN, "ddpg_twin"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, DELAY, "ddpg_twin_delay"),
-        Cell("ddpg_td3", "Pendulum-v1", 20_000, 5, None, GAUSSIAN, "ddpg_twin_delay_gaussian"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, None, TWIN, "ddpg_twin"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, None, DELAY, "ddpg_twin_delay"),
+        Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, None, GAUSSIAN, "ddpg_twin_delay_gaussian"),
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "td3"), "td3"),  # and target noise
     ],
     "q_learning": [
@@ -195,7 +195,7 @@ SUITES = {
         Cell("ppo_rnd", f"{HIDDEN}SparseGrid-v0", 100_000, 10, 1.0, (*GRID, "--predictor-lr", "1e-3")),
     ],
     # The same settings without novelty.
-    "rnd_ablation": [Cell("ppo", f"{HIDDEN}SparseGrid-v0", 100_000, 5, None, GRID, "no_novelty")],
+    "rnd_ablation": [Cell("ppo", f"{HIDDEN}SparseGrid-v0", 100_000, 10, None, GRID, "no_novelty")],
     "a2c": [
         Cell("a2c", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("a2c", "Acrobot-v1", 300_000, seeds=10),
