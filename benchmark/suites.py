@@ -40,6 +40,11 @@ GAMES = (*PIXELS, "--num-envs", "64", "--num-minibatches", "8", "--learning-rate
 
 MAML_ADAM = ("--log-std-init", "-0.5", "--outer")  # learns faster so with outer vpg and ppo
 ONE_THREAD = ("--torch-threads", "1")  # so that seeds side by side do not wait for each other's threads
+PONG_SHORT = (
+    *NOT_STICKY, *ONE_THREAD, "--learning-starts", "10000", "--train-every", "1", "--n-step", "4",
+    "--buffer-size", "50000", "--epsilon-end", "0.01", "--exploration-fraction", "0.2",
+    "--eval-every", "10000", "--checkpoint-every", "20000",
+)  # fmt: skip
 SMALL = (*ONE_THREAD, "--batch-size", "128")  # what one core carries in a quarter of an hour
 SMALL_TQC = ("--num-critics", "2", "--num-quantiles", "10", "--learning-rate", "1e-3")
 CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
@@ -250,6 +255,14 @@ SUITES = {
         Cell("dqn", "ALE/Pong-v5", 450_000, 3, 20, PONG_1_STEP, "1_step_sticky"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, (*NOT_STICKY, *PONG_4_STEP), "4_step"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, PONG_4_STEP, "4_step_sticky"),
+    ],
+    # What each of the other switches adds to 4-step targets: one seed, an hour on one core.
+    "dqn_pong_variants": [
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, PONG_SHORT, "4_step_alone"),
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--double"), "4_step_double"),
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--dueling"), "4_step_dueling"),
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--noisy"), "4_step_noisy"),
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--per"), "4_step_per"),
     ],
 }  # fmt: skip
 
