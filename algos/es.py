@@ -28,7 +28,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+import atexit, contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess
+import sys, time
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -138,6 +139,7 @@ def train(args: Args) -> np.ndarray:
         return run.evaluate()
     if SIZE > 1:
         dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)  # else a thread of it may abort the exit of Python
     while True:
         # Pause: score, save, end, or go on from what was saved
         if run.due(args.eval_every) and not run.signal:
