@@ -256,8 +256,9 @@ SUITES = {
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, (*NOT_STICKY, *PONG_4_STEP), "4_step"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, PONG_4_STEP, "4_step_sticky"),
     ],
-    # What each of the other switches adds to 4-step targets: one seed, an hour on one core.
+    # DQN, 4-step targets, and what each of the other switches adds to those: an hour on one core each.
     "dqn_pong_variants": [
+        Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--n-step", "1"), "plain"),
         Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, PONG_SHORT, "4_step_alone"),
         Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--double"), "4_step_double"),
         Cell("dqn", "ALE/Pong-v5", 80_000, 1, None, (*PONG_SHORT, "--dueling"), "4_step_dueling"),
