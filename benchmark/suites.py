@@ -88,7 +88,7 @@ SUITES = {
     "ppo_lstm": [
         Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=10, bar=475),
         Cell("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1", 100_000, seeds=10, bar=-220),
-        Cell("ppo_lstm", f"{HIDDEN}MountainCarContinuousNoVel-v0", 300_000, seeds=5, bar=88),
+        Cell("ppo_lstm", f"{HIDDEN}MountainCarContinuousNoVel-v0", 300_000, seeds=10, bar=88),
     ],
     # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
     "t_maze_ablation": [
@@ -211,9 +211,9 @@ SUITES = {
     # Experts first: docs/bc.md. The bar of Pendulum is 10% below the return of its expert, -142.5, that of
     # HalfCheetah 20% below its own, 4170.6.
     "bc": [
-        Cell("bc", "CartPole-v1", 2_000, 5, 475, ("--expert", "runs/experts/CartPole-v1")),
-        Cell("bc", "Pendulum-v1", 10_000, 5, -156.7, ("--expert", "runs/experts/Pendulum-v1")),
-        Cell("bc", "HalfCheetah-v5", 10_000, 5, 3336.5, ("--expert", "runs/experts/HalfCheetah-v5")),
+        Cell("bc", "CartPole-v1", 2_000, 10, 475, ("--expert", "runs/experts/CartPole-v1")),
+        Cell("bc", "Pendulum-v1", 10_000, 10, -156.7, ("--expert", "runs/experts/Pendulum-v1")),
+        Cell("bc", "HalfCheetah-v5", 10_000, 10, 3336.5, ("--expert", "runs/experts/HalfCheetah-v5")),
     ],
     # Goals in the plane: -38.3 for staying at the start, -0.51 for who knows the goal. One variant learns a
     # single policy for all goals, which is all that a step of adaptation has to be better than.
