@@ -220,6 +220,13 @@ def test_torch_gets_the_threads_that_are_asked_for(ppo):
     torch.set_num_threads(before)
 
 
+def test_numbers_too_small_for_a_cpu_to_be_fast_count_as_0(ppo):
+    torch.set_flush_denormal(False)
+    assert torch.tensor(1e-30) * 1e-10 > 0
+    ppo.set_up(ppo.Args())
+    assert torch.tensor(1e-30) * 1e-10 == 0
+
+
 def test_a_segment_depends_on_seed_and_step_alone(ppo):
     args, draws = tiny(ppo), []
     for env_steps, seed in ((64, 1), (64, 1), (128, 1), (64, 2)):
