@@ -731,7 +731,7 @@ def set_up(args) -> torch.device:
         os.environ["MUJOCO_GL"] = "egl"
         print("no display: MuJoCo renders with MUJOCO_GL=egl")
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # on CPUs, the fading moments of Adam are slow below 1e-38
+    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds none here; cpu always works")
     return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
