@@ -165,7 +165,7 @@ SUITES = {
         Cell("dqn", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("dqn", "Acrobot-v1", 100_000, seeds=10, bar=-77),
         Cell("dqn", "MountainCar-v0", 120_000, seeds=10, bar=-105),
-        Cell("dqn", "LunarLander-v3", 300_000, 5, 240, ("--double", "--per"), "double_per"),
+        Cell("dqn", "LunarLander-v3", 300_000, 10, 240, ("--double", "--per"), "double_per"),
     ],
     "pqn": [
         Cell("pqn", "CartPole-v1", 60_000, seeds=10, bar=490),
