@@ -519,6 +519,7 @@ class FrameBuffer:
 
 
 # From RL Baselines3 Zoo's dqn.yml; own trials changed CartPole, MountainCar and LunarLander. Atari: CleanRL.
+# LunarLander pays a hundred for a landing: scaled down, for the gradient of Huber's loss is bounded.
 TUNED = {
     "CartPole-v1": dict(n_step=5, batch_size=128, train_every=4, updates_per_train=2, target_update_every=250,
                         hidden_sizes=(128, 128)),
@@ -531,7 +532,7 @@ TUNED = {
                            normalize_obs=True),
     "LunarLander-v3": dict(total_timesteps=300_000, learning_rate=6.3e-4, n_step=3, train_every=4,
                            updates_per_train=4, target_update_every=1_000, exploration_fraction=0.12,
-                           epsilon_end=0.05, hidden_sizes=(128, 128), eval_every=25_000),
+                           epsilon_end=0.05, hidden_sizes=(128, 128), reward_scale=0.1, eval_every=25_000),
     "atari": dict(total_timesteps=10_000_000, learning_rate=1e-4, batch_size=32, buffer_size=1_000_000,
                   learning_starts=80_000, train_every=4, target_update_every=1_000, exploration_fraction=0.1,
                   epsilon_end=0.01, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,
