@@ -253,7 +253,7 @@ SUITES = {
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, PONG_WINS, "4_step"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 3, 20, PONG_4_STEP, "4_step_sticky"),
     ],
-    # What each of the other switches adds to 4-step targets: 170,000 steps are 70 to 115 minutes on one core.
+    # What each of the other switches adds to 4-step targets: 170,000 steps are 70 to 120 minutes on one core.
     "dqn_pong_variants": [
         Cell("dqn", "ALE/Pong-v5", 170_000, 1, 20, (*PONG_WINS, "--double"), "4_step_double"),
         Cell("dqn", "ALE/Pong-v5", 170_000, 1, 20, (*PONG_WINS, "--dueling"), "4_step_dueling"),
