@@ -204,10 +204,9 @@ def draw(rows: list[dict], out: Path) -> None:
                 axes.plot([median], [line + shift], "|", color=colour, markersize=14, mew=3)
             if len(seconds) < len(found):
                 end = max(float(row["trained_seconds"]) for row in found)
-                text = f"  {len(seconds)} of {len(found)} passed within {end:.0f} s"
-                at = dict(x=max(seconds), ha="left") if seconds else dict(x=end, ha="right")
-                axes.plot([end], [line + shift], alpha=0)  # nothing to see, but the axis reaches so far
-                axes.text(y=line + shift, s=text, va="center", fontsize=8, color=colour, **at)
+                text = f"{len(seconds)} of {len(found)} passed within {end:.0f} s"
+                beside = axes.get_yaxis_transform()  # x in widths of the picture, y in lines
+                axes.text(1.01, line + shift, text, va="center", fontsize=8, color=colour, transform=beside)
             legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
     axes.set_yticks(range(len(cells)), [f"{cell} to {RACES[cell].bar:g}" for cell in reversed(cells)])
     axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
