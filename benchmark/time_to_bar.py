@@ -205,6 +205,7 @@ def draw(rows: list[dict], out: Path) -> None:
             if len(seconds) < len(found):
                 end = max(float(row["trained_seconds"]) for row in found)
                 text = f"{len(seconds)} of {len(found)} passed within {end:.0f} s"
+                axes.plot([end], [line + shift], alpha=0)  # nothing to see, but the axis reaches so far
                 beside = axes.get_yaxis_transform()  # x in widths of the picture, y in lines
                 axes.text(1.01, line + shift, text, va="center", fontsize=8, color=colour, transform=beside)
             legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
