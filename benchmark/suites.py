@@ -236,11 +236,11 @@ SUITES = {
     ],
     # Images in minutes on one core: 8 for dqn, 3 for ppo, 2 for pqn.
     "minatar": [
-        Cell("ppo", MINATAR, 500_000, 3, None, (
+        Cell("ppo", MINATAR, 500_000, 10, None, (
             *GAMES, "--num-steps", "64", "--entropy-coef", "0.01", "--shared-trunk", "--activation", "relu",
         )),
         Cell("pqn", MINATAR, 500_000, 10, None, (*GAMES, "--num-steps", "32")),
-        Cell("dqn", MINATAR, 500_000, 3, None, (
+        Cell("dqn", MINATAR, 500_000, 10, None, (
             *PIXELS, "--n-step", "3", "--learning-rate", "5e-4", "--batch-size", "32", "--train-every", "4",
             "--target-update-every", "1000", "--epsilon-end", "0.02", "--exploration-fraction", "0.2",
         )),
