@@ -136,8 +136,8 @@ SUITES = {
     ],
     # Returns after two episodes in each held-out task. The optima are -5.19 and 13.36.
     "pearl": [
-        Cell("pearl", "PointRobot-v0", 240_000, seeds=5, bar=-8),
-        Cell("pearl", "SparsePointRobot-v0", 400_000, seeds=3, bar=9),
+        Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
+        Cell("pearl", "SparsePointRobot-v0", 400_000, seeds=10, bar=9),
         Cell("pearl", "HalfCheetahVel-v0", 200_000, seeds=3),
     ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them. First run
@@ -223,7 +223,7 @@ SUITES = {
     ],
     # Sample efficiency on one family; benchmark/meta.py draws it.
     "meta": [
-        Cell("pearl", "PointRobot-v0", 240_000, seeds=5, bar=-8),
+        Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
         Cell("maml", "PointRobot-v0", 400_000, 3, None, ("--horizon", "20", "--eval-every", "40000")),
     ],
     "es": [
