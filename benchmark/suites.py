@@ -214,10 +214,10 @@ SUITES = {
     # Goals in the plane: -38.3 for staying at the start, -0.51 for who knows the goal. One variant learns a
     # single policy for all goals, which is all that a step of adaptation has to be better than.
     "maml": [
-        Cell("maml", "PointNavigation-v0", 800_000, 3, -12),
-        Cell("maml", "PointNavigation-v0", 800_000, 3, None, (*MAML_ADAM, "ppo"), "ppo"),
-        Cell("maml", "PointNavigation-v0", 1_600_000, 3, None, (*MAML_ADAM, "vpg"), "vpg"),
-        Cell("maml", "PointNavigation-v0", 800_000, 3, None, ("--inner-steps", "0"), "no_adaptation"),
+        Cell("maml", "PointNavigation-v0", 800_000, 10, -12),
+        Cell("maml", "PointNavigation-v0", 800_000, 10, None, (*MAML_ADAM, "ppo"), "ppo"),
+        Cell("maml", "PointNavigation-v0", 1_600_000, 10, None, (*MAML_ADAM, "vpg"), "vpg"),
+        Cell("maml", "PointNavigation-v0", 800_000, 10, None, ("--inner-steps", "0"), "no_adaptation"),
         Cell("maml", "HalfCheetahDir-v0", 40_000_000, seeds=1, args=("--eval-every", "2000000")),
         Cell("maml", "HalfCheetahVel-v0", 2_000_000, seeds=1, args=("--eval-every", "400000")),
     ],
