@@ -12,7 +12,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
-from plot import COLOURS, STYLE, plt, save
+from plot import COLOURS, STYLE, plt, save, short
 from run import ROOT, rows_of
 
 ENV, LABELS = "PointRobot-v0", {"pearl": "PEARL, after 2 episodes", "maml": "MAML, after 20 episodes"}
@@ -37,6 +37,7 @@ def main() -> None:
         axes.plot(steps, returns.mean(axis=1), color=colour, label=f"{label} (seeds: {seeds})")
         axes.fill_between(steps, returns.min(axis=1), returns.max(axis=1), color=colour, alpha=0.2)
     axes.set(xlabel="environment steps of training", ylabel="return in held-out tasks")
+    axes.xaxis.set_major_formatter(short)
     axes.legend(loc="lower right", fontsize=8)
     save(figure, ENV, args.out, {})
 

@@ -80,7 +80,7 @@ SUITES = {
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=10, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=10, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
-        Cell("ppo", "Hopper-v5", 300_000, seeds=3),
+        Cell("ppo", "Hopper-v5", 300_000, seeds=5),
     ],
     "ppo_lstm": [
         Cell("ppo_lstm", f"{HIDDEN}CartPoleNoVel-v1", 100_000, seeds=10, bar=475),
@@ -224,7 +224,7 @@ SUITES = {
     # Sample efficiency on one family; benchmark/meta.py draws it.
     "meta": [
         Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
-        Cell("maml", "PointRobot-v0", 400_000, 3, None, ("--horizon", "20", "--eval-every", "40000")),
+        Cell("maml", "PointRobot-v0", 400_000, 10, None, ("--horizon", "20", "--eval-every", "40000")),
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=10, bar=475),
