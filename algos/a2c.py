@@ -400,7 +400,7 @@ TUNED = {
     "Pendulum-v1": dict(num_envs=8, num_steps=8, critic_lr=3e-3, anneal_lr=True, gamma=0.9, gae_lambda=0.9,
                         log_std_init=0.0, normalize_reward=True, eval_every=100_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=200, learning_rate=1.5e-3,
-                                     anneal_lr=True, gamma=0.9999, gae_lambda=0.9, log_std_init=1.0,
+                                     anneal_lr=True, gamma=0.9999, gae_lambda=0.98, log_std_init=0.0,
                                      normalize_obs=True, normalize_reward=True),
     "LunarLander-v3": dict(num_envs=16, num_steps=16, critic_lr=3e-3, anneal_lr=True, gamma=0.995,
                            entropy_coef=0.01, normalize_reward=True, eval_every=100_000),
