@@ -411,7 +411,7 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Acrobot after SLM-Lab; own sweeps from RL Baselines3 Zoo's ppo.yml on; MountainCars: one seed only.
+# Acrobot after SLM-Lab; the others are own sweeps from RL Baselines3 Zoo's ppo.yml on.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9, anneal_lr=True),
@@ -420,8 +420,8 @@ TUNED = {
                        eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=100_000, num_steps=1024, num_minibatches=32, learning_rate=1e-3,
                         gamma=0.9, normalize_reward=True, anneal_lr=True, log_std_init=0.0),
-    "MountainCar-v0": dict(num_envs=16, num_steps=16, update_epochs=4, gae_lambda=0.98, eval_every=50_000,
-                           normalize_obs=True, normalize_reward=True, anneal_lr=True),
+    "MountainCar-v0": dict(num_envs=16, num_steps=16, update_epochs=4, learning_rate=1e-3, gae_lambda=0.98,
+                           normalize_obs=True, normalize_reward=True, anneal_lr=True, eval_every=50_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=256, num_minibatches=16, gamma=0.9999,
                                      gae_lambda=0.9, normalize_obs=True, normalize_reward=True,
                                      anneal_lr=True, log_std_init=0.0),

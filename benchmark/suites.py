@@ -77,6 +77,8 @@ SUITES = {
         Cell("ppo", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("ppo", "Acrobot-v1", 300_000, seeds=10, bar=-81),
         Cell("ppo", "Pendulum-v1", 100_000, seeds=10, bar=-180),  # published: -172 and -175
+        Cell("ppo", "MountainCar-v0", 1_000_000, seeds=10, bar=-110),
+        Cell("ppo", "MountainCarContinuous-v0", 100_000, seeds=10, bar=91),
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=10, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=10, bar=270, args=LONG),
         Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
@@ -121,7 +123,7 @@ SUITES = {
         Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
         Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=10),
-        Cell("sac", "HalfCheetah-v5", 300_000, 3, None, (*SMALL, "--learning-rate", "1e-3")),
+        Cell("sac", "HalfCheetah-v5", 300_000, 5, None, (*SMALL, "--learning-rate", "1e-3")),
         Cell("sac", "Hopper-v5", 300_000, 3, None, SMALL),
     ],
     "tqc": [
@@ -269,6 +271,8 @@ PUBLISHED = {
         "500 at 100k (RL Baselines3 Zoo, one run); 490 at 500k (CleanRL, training return)",
     ("ppo", "Acrobot-v1"): "-81.3 at 300k (SLM-Lab, training return); -73.5 at 1M (Zoo, one run)",
     ("ppo", "Pendulum-v1"): "-172.2 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("ppo", "MountainCar-v0"): "-110.4 at 1M (RL Baselines3 Zoo, one run)",
+    ("ppo", "MountainCarContinuous-v0"): "88.3 at 20k (RL Baselines3 Zoo, one run, with gSDE)",
     ("ppo", "LunarLander-v3"): "242.1 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return); none known at 300k",
