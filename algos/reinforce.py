@@ -328,8 +328,8 @@ class RunningNorm(nn.Module):
 # MountainCarContinuous is solved.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, anneal_lr=True),
-    "Acrobot-v1": dict(total_timesteps=500_000, num_envs=16, episodes_per_update=16, learning_rate=5e-3,
-                       anneal_lr=True, eval_every=25_000),
+    "Acrobot-v1": dict(total_timesteps=500_000, num_envs=16, episodes_per_update=16, learning_rate=2e-2,
+                       anneal_lr=True, hidden_sizes=(), eval_every=25_000),
     "Pendulum-v1": dict(total_timesteps=1_000_000, num_envs=8, anneal_lr=True, gamma=0.9, log_std_init=0.0,
                         eval_every=50_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_envs=1, episodes_per_update=1,
