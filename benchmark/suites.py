@@ -183,8 +183,10 @@ SUITES = {
     "policy_gradient": [
         Cell("reinforce", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("reinforce", "Acrobot-v1", 500_000, seeds=10),
+        Cell("reinforce", "MountainCarContinuous-v0", 100_000, seeds=10),
         Cell("vpg", "CartPole-v1", 200_000, seeds=10, bar=475),
         Cell("vpg", "Acrobot-v1", 200_000, seeds=10),
+        Cell("vpg", "Pendulum-v1", 500_000, seeds=10),
         Cell("vpg", "LunarLander-v3", 500_000, seeds=10),
         Cell("trpo", "CartPole-v1", 100_000, seeds=10, bar=475),
         Cell("trpo", "Acrobot-v1", 100_000, seeds=10),
