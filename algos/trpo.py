@@ -466,7 +466,8 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials, results in benchmark/results, from RL Baselines3 Zoo's trpo.yml on.
+# Own trials, results in benchmark/results. The critic of LunarLander and the discount, critic and normalizer
+# of MuJoCo are those of RL Baselines3 Zoo's trpo.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000),
     "Acrobot-v1": dict(total_timesteps=100_000, value_epochs=20, max_kl=0.02, normalize_obs=True,
