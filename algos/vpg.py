@@ -410,7 +410,7 @@ TUNED = {
     "Pendulum-v1": dict(total_timesteps=500_000, gamma=0.9, gae_lambda=0.9, anneal_lr=True, log_std_init=0.0,
                         normalize_reward=True, eval_every=50_000),
     "LunarLander-v3": dict(total_timesteps=500_000, num_envs=16, num_steps=128, learning_rate=1e-2,
-                           anneal_lr=True, gae_lambda=0.99, normalize_reward=True, eval_every=25_000),
+                           anneal_lr=True, normalize_reward=True, eval_every=25_000),
 }  # fmt: skip
 
 
