@@ -402,8 +402,8 @@ TUNED = {
     "MountainCarContinuous-v0": dict(total_timesteps=100_000, num_steps=200, learning_rate=1.5e-3,
                                      anneal_lr=True, gamma=0.9999, gae_lambda=0.98, log_std_init=0.0,
                                      normalize_obs=True, normalize_reward=True),
-    "LunarLander-v3": dict(num_envs=16, num_steps=16, critic_lr=3e-3, anneal_lr=True, gamma=0.995,
-                           entropy_coef=0.01, normalize_reward=True, eval_every=100_000),
+    "LunarLander-v3": dict(total_timesteps=200_000, num_envs=8, num_steps=5, learning_rate=3e-3,
+                           anneal_lr=True, gamma=0.995, gae_lambda=1.0, value_coef=1.0),
     "mujoco": dict(num_steps=64, learning_rate=2e-3, critic_lr=5e-3, anneal_lr=True, log_std_init=0.0,
                    normalize_advantage=True, normalize_obs=True, normalize_reward=True, eval_every=50_000),
     # after RL Baselines3 Zoo's settings for Atari, which has RMSprop

@@ -209,6 +209,7 @@ SUITES = {
         Cell("a2c", "Acrobot-v1", 300_000, seeds=10),
         Cell("a2c", "Pendulum-v1", 1_000_000, seeds=10),
         Cell("a2c", "MountainCarContinuous-v0", 100_000, seeds=10, bar=91),
+        Cell("a2c", "LunarLander-v3", 200_000, seeds=10),
     ],
     # Experts first: docs/bc.md. The bar of Pendulum is 10% below the return of its expert, -142.5, that of
     # HalfCheetah 20% below its own, 4773.8.
@@ -299,6 +300,7 @@ PUBLISHED = {
     ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
     ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
     ("a2c", "MountainCarContinuous-v0"): "91.2 at 100k (RL Baselines3 Zoo, one run, with gSDE)",
+    ("a2c", "LunarLander-v3"): "155.8 at 200k on -v2 (RL Baselines3 Zoo, one run)",
     ("es", "CartPole-v1"): "500 at 50k (ARS, a cousin; RL Baselines3 Zoo, one run)",
     ("es", "Acrobot-v1"): "-82.9 at 500k (ARS; RL Baselines3 Zoo, one run)",
     ("es", "Pendulum-v1"): "-212.5 at 2M (ARS; RL Baselines3 Zoo, one run)",
