@@ -271,6 +271,20 @@ def test_actor_and_critic_have_rates_of_their_own(critics):
     assert moved("actor", learning_rate=0.01, critic_lr=0.0) == {"actor", "head"}
     if hasattr(critics.Args, "learning_rate"):
         assert moved("critic_only", learning_rate=0.0, critic_lr=0.01) == {"critic", "value_head"}
+    if hasattr(critics.Args, "value_coef"):
+        assert moved("no_weight", learning_rate=0.01, critic_lr=0.01, value_coef=0.0) == {"actor", "head"}
+
+
+def test_learning_rates_fall_to_zero(family):
+    rates = dict(learning_rate=0.1, critic_lr=0.1, predictor_lr=0.1)
+    family.train(short(family, anneal_lr=True, total_timesteps=192, **rates))
+    rows = updates()
+    begins = [0, *(row["step"] for row in rows[:-1])]
+    truth = [0.1 * (1 - begin / 192) for begin in begins]
+    assert len(rows) >= 3 and [row["schedule/learning_rate"] for row in rows] == pytest.approx(truth)
+    optimizers = [part for part in checkpoint().values() if "param_groups" in part]
+    last = [float(group["lr"]) for part in optimizers for group in part["param_groups"]]
+    assert last and last == pytest.approx([truth[-1]] * len(last))
 
 
 def test_first_weights_are_orthogonal_with_the_gains_of_the_file(ppo):

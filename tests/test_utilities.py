@@ -313,12 +313,6 @@ def test_a_start_does_not_wait_for_torchs_compiler():
     subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(TESTS)}, check=True)
 
 
-def test_learning_rates_fall_to_zero(ppo):
-    ppo.train(tiny(ppo, anneal_lr=True, learning_rate=0.1, checkpoint_every=0))
-    rates = [row["schedule/learning_rate"] for row in progress() if "schedule/learning_rate" in row]
-    assert rates == pytest.approx([0.1 * (1 - i / 6) for i in range(6)])
-
-
 def test_the_command_line_wins_over_the_optimizer_in_a_checkpoint(ppo):
     ppo.train(tiny(ppo, learning_rate=0.1, anneal_lr=False, adam_eps=1e-3))
     words = ["--resume", "run", "--learning-rate", "0.02", "--adam-eps", "0.5", "--total-timesteps", "512"]
