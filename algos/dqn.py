@@ -521,8 +521,8 @@ class FrameBuffer:
 # From RL Baselines3 Zoo's dqn.yml; own trials changed CartPole, MountainCar and LunarLander. Atari: CleanRL.
 # LunarLander pays a hundred for a landing: scaled down, for the gradient of Huber's loss is bounded.
 TUNED = {
-    "CartPole-v1": dict(n_step=5, batch_size=128, train_every=4, updates_per_train=2, target_update_every=250,
-                        hidden_sizes=(128, 128)),
+    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
+                        hidden_sizes=(128, 128), reward_scale=0.1),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, n_step=3, batch_size=128,
                        buffer_size=50_000, train_every=4, updates_per_train=2, target_update_every=250,
                        exploration_fraction=0.12, epsilon_end=0.03, hidden_sizes=(128, 128)),
