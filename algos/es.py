@@ -710,11 +710,20 @@ class Run:
 RANK, SIZE = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))  # 0 of 1 without torchrun
 
 
+def exchange(collective, *data) -> None:
+    """Calls a collective of torch.distributed. If another process is lost, this one ends in one line."""
+    try:
+        collective(*data)
+    except RuntimeError as error:
+        why = str(error).partition(". ")[0]
+        sys.exit(f"{Path(sys.argv[0]).name}: a process is lost; --resume goes on with any number ({why})")
+
+
 def gather(results: np.ndarray) -> np.ndarray:
     """The rows of all processes, in the order of the episodes."""
     parts = [results] * SIZE
     if SIZE > 1:
-        dist.all_gather_object(parts, results)
+        exchange(dist.all_gather_object, parts, results)
     return np.concatenate(parts)
 
 
@@ -722,7 +731,7 @@ def decide(finished: bool) -> bool:
     """What process 0 says: it alone evaluates and hears signals."""
     answer = [finished]
     if SIZE > 1:
-        dist.broadcast_object_list(answer, src=0)
+        exchange(dist.broadcast_object_list, answer)
     return answer[0]
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import signal
 import socket
 from itertools import pairwise
@@ -220,8 +221,8 @@ def longer(es, env, run_dir, **changes):
     return short(es, env, run_dir, population=10, hidden_sizes=(33,), **options | changes)
 
 
-def team(size, args) -> list[int]:
-    """Trains in `size` processes, set up as torchrun does. Returns their exit codes."""
+def team(size, args, rank_1=None) -> list[int]:
+    """Trains in `size` processes, set up as torchrun does, process 1 with rank_1. Returns the exit codes."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         place = dict(WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
@@ -229,7 +230,7 @@ def team(size, args) -> list[int]:
     def process(rank):
         os.environ.update(place, RANK=str(rank))
         es = load_script("es", ALGOS / "es.py")  # anew: it looks for its place when it is loaded
-        es.train(es.Args(**vars(args)))
+        es.train(es.Args(**vars(rank_1 if rank == 1 and rank_1 else args)))
 
     pids = [fork(lambda rank=rank: process(rank), Path(f"output-{rank}")) for rank in range(size)]
     return [wait(pid) for pid in pids]
@@ -254,5 +255,20 @@ def test_process_0_hears_a_signal_and_stops_all_and_one_process_goes_on(es):
     assert team(2, make("team", signal="SIGTERM", after=100)) == [128 + signal.SIGTERM, 0]
     assert checkpoint("team")["run"]["env_steps"] == 320
     es.train(es.replace(es.parse_args(["--resume", "team"]), env_kwargs=walk))
+    es.train(make("run"))
+    assert progress("team") == progress() and equal(parts("team"), parts())
+
+
+def test_a_lost_process_ends_the_others_in_one_line_and_fewer_go_on(es):
+    walk = {"length": 16, "edge": 100}  # 160 steps a generation
+    make = lambda name, **x: longer(es, "probe_envs:Walk-v0", name, env_kwargs=walk | x, checkpoint_every=1)
+    assert team(3, make("team"), rank_1=make("team", signal="SIGKILL", after=130)) == [1, -9, 1]
+    for rank in (0, 2):
+        text = Path(f"output-{rank}").read_text()
+        line = r"^.*: a process is lost; --resume goes on with any number \(.*\)$"
+        assert len(re.findall(line, text, re.M)) == 1 and "Traceback" not in text
+    assert checkpoint("team")["run"]["env_steps"] == 320, "of 400 steps and more"
+    resumed = es.replace(es.parse_args(["--resume", "team"]), env_kwargs=walk)
+    assert team(2, resumed) == [0, 0]
     es.train(make("run"))
     assert progress("team") == progress() and equal(parts("team"), parts())
