@@ -57,7 +57,8 @@ def main() -> None:
     figure, panels = make_panels(2, 5.0, 3.0)
     sac, rows = load_script("sac"), []
     for name, axes, colour in zip(SIDES, panels, COLOURS, strict=False):
-        runs = sorted((ROOT / "benchmark/runs" / f"{name}__Pendulum-v1__40000").glob("*/checkpoint.pt"))
+        runs = (ROOT / "benchmark/runs" / f"{name}__Pendulum-v1__40000").glob("*/checkpoint.pt")
+        runs = sorted(runs, key=lambda path: int(path.parent.name))
         if not runs:
             sys.exit(f"caps.py: no runs of {name}: python benchmark/run.py --suite caps")
         for run in runs:

@@ -146,8 +146,8 @@ SUITES = {
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them. First run
     # `git apply recipes/sac_caps.patch`.
     "caps": [
-        Cell("sac", "Pendulum-v1", 40_000, seeds=5, bar=-160),
-        Cell("sac", "Pendulum-v1", 40_000, 5, -190, CAPS, "caps"),
+        Cell("sac", "Pendulum-v1", 40_000, seeds=10, bar=-160),
+        Cell("sac", "Pendulum-v1", 40_000, 10, -190, CAPS, "caps"),
     ],
     # From DDPG to TD3, one ingredient after the other: twin critics, delay, exploration, target noise.
     "td3_ablation": [
