@@ -455,7 +455,7 @@ def load_expert(args):
     """The policy of --expert, and how its script goes on to the next step: a policy may have a memory."""
     path = Path(args.expert)
     folder = path if path.is_dir() else path.parent.parent if path.parent.name == "models" else path.parent
-    state, copies = load(path), sorted(folder.glob("*.py"), key=os.path.getmtime)  # one for each change
+    state, copies = load(path), sorted(folder.glob("*.py"), key=os.path.getmtime)  # one for each start
     script = args.expert_script or (copies and copies[-1])
     if not script:
         raise UsageError(f"{folder} has no copy of the script that made {path}: name it by --expert-script")
@@ -526,7 +526,7 @@ def to_standard(action, space):
     return 2 * (action - low) / (high - low) - 1
 
 
-# Own trials, results in benchmark/results; the experts are a ppo.py and a sac.py with their own settings.
+# Own trials, results in benchmark/results; docs/bc.md has the commands that train the experts.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=2_000, expert_episodes=10, eval_every=500),
     "Pendulum-v1": dict(total_timesteps=10_000, expert_episodes=40, loss="mse", batch_size=256,

@@ -517,9 +517,6 @@ class CheetahTask(gym.Wrapper):
         super().__init__(env)
         self.by_direction, self.task = by_direction, 1.0
 
-    def sample_task(self, rng):
-        return rng.choice([-1.0, 1.0], 1) if self.by_direction else rng.uniform(0, 3, 1)
-
     def set_task(self, task):
         self.task = float(task[0])
 
@@ -549,11 +546,11 @@ def make_task_env(args, **kwargs) -> gym.Env:
             raise  # a bug of the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
     env = CheetahTask(env, args.env_id == CHEETAHS[0]) if cheetah else env
-    if not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
+    if not (cheetah or env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
         families = ", ".join((*POINTS, *CHEETAHS))
         text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
         raise UsageError(f"{args.env_id} {text}")
-    if len(env.observation_space.shape) == 3:
+    if len(env.observation_space.shape or ()) == 3:
         raise UsageError(f"{args.env_id} shows images, a family of tasks needs vectors")
     return TaskSetter(standardize(env))
 
@@ -566,6 +563,10 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
     if args.env_id in POINTS:
         side = POINTS[args.env_id]["goal"]
         return rng.uniform(-side, side, (n, 2)).astype(np.float32)
+    if args.env_id == "HalfCheetahDir-v0":  # as many forwards as backwards
+        return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
+    if args.env_id == "HalfCheetahVel-v0":
+        return rng.uniform(0, 3, (n, 1)).astype(np.float32)
     with contextlib.closing(make_task_env(args)) as env:
         sample_task = env.get_wrapper_attr("sample_task")
         return np.stack([np.float32(sample_task(rng)).reshape(-1) for _ in range(n)])
@@ -671,8 +672,8 @@ class TaskBuffer:
             rows[:, : state[name].shape[1]] = state[name]
 
 
-# Points: own trials. HalfCheetah: tasks, horizon, rewards and embedding batch of the authors' code
-# (katerakelly/oyster), but smaller networks, batches and rounds, and larger steps
+# Points: own trials. HalfCheetah: tasks, horizon and embedding batch (of Vel) of the authors' code
+# (katerakelly/oyster), but twice its cost of control, smaller networks, batches and rounds, and larger steps
 POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, eval_episodes=40,
              total_timesteps=240_000, learning_starts=24_000, random_hold=20, steps_prior=20,
              steps_posterior=20, extra_steps_posterior=20, batch_size=32, embedding_batch_size=40,

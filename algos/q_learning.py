@@ -65,7 +65,7 @@ class Args:
     eval_episodes: Count = 10  # episodes of one evaluation
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: int = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
+    sample_actions: bool = False  # evaluations take a share epsilon of random actions, too
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides

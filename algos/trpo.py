@@ -84,7 +84,7 @@ class Args:
     cg_tolerance: Rate = 1e-10  # squared residual at which conjugate gradient ends
     hvp_damping: Rate = 0.01  # multiple of the identity added to H
     backtrack_ratio: Share = 0.8  # by which the step shrinks
-    max_backtracks: Count = 15  # times that it may shrink before it is given up
+    max_backtracks: Count = 15  # sizes that are tried before it is given up
     critic_lr: Rate = 1e-3  # step size of the critic
     anneal_lr: bool = False  # the learning rate falls linearly to 0
     adam_eps: Rate = 1e-5  # added to the denominator of Adam

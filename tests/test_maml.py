@@ -496,7 +496,9 @@ def test_cheetahs_are_paid_for_their_task(family):
     args = arguments(env_id=family, horizon=4)
     tasks = maml.sample_tasks(args, 400, np.random.default_rng(0))
     if "Dir" in family:
-        assert {*tasks.ravel().tolist()} == {-1.0, 1.0} and abs(tasks.mean()) < 0.2
+        draw = lambda seed: maml.sample_tasks(args, 2, np.random.default_rng(seed)).ravel().tolist()
+        assert {*tasks.ravel().tolist()} == {-1.0, 1.0} and tasks.mean() == 0
+        assert all(sorted(draw(seed)) == [-1, 1] for seed in range(20)), "two tasks are the two directions"
     else:
         assert 0 <= tasks.min() < 0.1 and 2.9 < tasks.max() <= 3
     tasks = np.array([[1.0], [-1.0]] if "Dir" in family else [[0.5], [2.0]], np.float32)
@@ -527,6 +529,14 @@ def test_a_family_of_the_user_and_what_is_none():
     envs = maml.make_task_envs(args, np.array([[0.25], [-0.5]], np.float32), 2)
     assert [env.unwrapped.task for env in envs.envs] == [0.25, 0.25, -0.5, -0.5]
     assert maml.sample_tasks(args, 7, np.random.default_rng(0)).shape == (7, 1)
+    envs.close()
+
+
+@pytest.mark.parametrize("obs, size", [("dict", 5), ("tuple", 5), ("discrete", 5), ("multi_binary", 4)])
+def test_families_show_any_space_as_a_vector(obs, size):
+    args = arguments(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": obs, "action": "box"})
+    envs = maml.make_task_envs(args, np.zeros((2, 1), np.float32), 1)
+    assert envs.reset(seed=1)[0].shape == (2, size)
     envs.close()
 
 
