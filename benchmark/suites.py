@@ -123,7 +123,7 @@ SUITES = {
         Cell("sac", "Pendulum-v1", 20_000, seeds=10, bar=-160),
         Cell("sac", "MountainCarContinuous-v0", 50_000, seeds=10, bar=90),
         Cell("sac", "LunarLanderContinuous-v3", 200_000, seeds=10),
-        Cell("sac", "LunarLanderContinuous-v3", 300_000, seeds=5, bar=260),
+        Cell("sac", "LunarLanderContinuous-v3", 300_000, seeds=10, bar=260),
         Cell("sac", "HalfCheetah-v5", 300_000, 5, None, (*SMALL, "--learning-rate", "1e-3")),
         Cell("sac", "Hopper-v5", 300_000, 5, None, SMALL),
     ],
