@@ -1,7 +1,8 @@
 """The suites of benchmark/run.py as plain data: what is trained, how long, on how many seeds, and the bar.
 
 A bar is the return of the final evaluation that says "this works as it should"; a cell passes if the IQM over
-its seeds and 80% of them reach it. It is None where nothing comparable is published at that length.
+its seeds and 80% of them reach it. It is None where nothing comparable is published at that length,
+or where what is published was not aimed at.
 """
 
 from typing import NamedTuple

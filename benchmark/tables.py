@@ -23,9 +23,10 @@ from suites import PUBLISHED, SUITES
 
 NOTE = """
 Bars: of the results that have one, how many reach it (interquartile mean over seeds, and 80% of the seeds, of
-100 greedy episodes with the last policy). Speed: environment steps per second over those of Stable-Baselines3
-on CartPole-v1 (SAC and TD3: HalfCheetah-v5; TRPO: Pendulum-v1) at equal settings and networks, median of
-pairs on a CPU. Papers, seeds, intervals, other tasks and published results are on the pages.
+100 episodes with the last policy, greedy but for SparseGrid). Speed: environment steps per second over
+those of Stable-Baselines3 on CartPole-v1 (SAC and TD3: HalfCheetah-v5; TRPO: Pendulum-v1) at equal settings
+and networks, median of pairs on a CPU. Papers, seeds, intervals, other tasks and published results are on the
+pages.
 """.strip()
 RESULTS = ROOT / "benchmark/results"
 
