@@ -143,7 +143,7 @@ SUITES = {
         Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
         Cell("pearl", "SparsePointRobot-v0", 400_000, seeds=10, bar=9),
         Cell("pearl", "HalfCheetahVel-v0", 200_000, seeds=5),
-        Cell("pearl", "HalfCheetahDir-v0", 200_000, seeds=4),
+        Cell("pearl", "HalfCheetahDir-v0", 200_000, seeds=10),
     ],
     # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them. First run
     # `git apply recipes/sac_caps.patch`.
