@@ -432,7 +432,7 @@ TUNED = {
                                      num_minibatches=256, update_epochs=4, learning_rate=6e-4, gamma=0.999,
                                      gae_lambda=0.98, normalize_reward=True, anneal_lr=True,
                                      log_std_init=0.0, eval_every=50_000),
-    # after CleanRL's settings for MuJoCo and Atari (its Atari script also clips the value)
+    # after CleanRL's settings for MuJoCo and Atari (both also clip the value)
     "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),
     "atari": dict(total_timesteps=10_000_000, num_envs=8, update_epochs=4, learning_rate=2.5e-4,

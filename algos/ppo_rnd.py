@@ -8,7 +8,7 @@ to it, the error of a predictor that learns the outputs of a fixed random networ
                observations, clipped to +-5                                                        (sec. 2.4)
 
 Differences from the paper:
- 1. PPO is that of ppo.py with its differences; both values come from one critic, which is not the actor.
+ 1. PPO is that of ppo.py with its differences; both values come from one critic.
  2. s_{t+1} of an episode's last step is its true final observation; nothing is paid for the first one of the
     next episode, to which no action led.
  3. i_t is the mean over the outputs of f, not the sum: the scale takes care of it. It is clipped to +-10.
