@@ -72,7 +72,7 @@ class Args:
     eval_episodes: Count = 10  # episodes of one evaluation
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: int = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
+    sample_actions: bool = False  # evaluations draw actions from the policy in place of the greedy ones
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
@@ -95,7 +95,7 @@ class Args:
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
-    max_grad_norm: Rate = math.inf  # global norm at which each gradient is clipped; inf: never
+    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
     renorm_warmup: int = 100_000  # updates of a network before r and d count: batch normalization until then

@@ -453,7 +453,7 @@ class ReplayBuffer:
 
 
 # Own trials, those of MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml. BipedalWalker,
-# which never ran here, and mujoco follow that file, mujoco with the networks of Args.
+# which never ran here, and mujoco follow that file, with the networks of Args.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=2_000, gamma=0.95, hidden_sizes=(64, 64),
                         batch_size=128, eval_every=2_500),
@@ -636,7 +636,7 @@ def gradient_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_norm
 
 @torch.no_grad()
 def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
-    """target <- tau network + (1 - tau) target; buffers, of normalizers and BatchNorm, are copied."""
+    """target <- tau network + (1 - tau) target; buffers, as of normalizers, are copied."""
     torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
     for old, new in zip(target.buffers(), network.buffers(), strict=True):
         old.copy_(new)

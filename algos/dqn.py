@@ -98,7 +98,7 @@ class Args:
     gamma: Share = 0.99  # discount
     max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
     batch_size: Count = 64  # transitions in each update
-    buffer_size: Count = 100_000  # rows kept for replay: one for each step and one more for each episode
+    buffer_size: Count = 100_000  # rows kept for replay: one for each step and one more (Atari: 4) an episode
     learning_starts: int = 1_000  # environment steps of random actions before the first update
     train_every: Count = 1  # environment steps between trainings
     updates_per_train: Count = 1  # gradient steps in each training
@@ -700,7 +700,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[to
 
 @torch.no_grad()
 def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
-    """target <- tau network + (1 - tau) target; buffers, of normalizers and BatchNorm, are copied."""
+    """target <- tau network + (1 - tau) target; buffers, as of normalizers, are copied."""
     torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
     for old, new in zip(target.buffers(), network.buffers(), strict=True):
         old.copy_(new)

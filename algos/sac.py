@@ -65,7 +65,7 @@ class Args:
     eval_episodes: Count = 10  # episodes of one evaluation
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: int = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
+    sample_actions: bool = False  # evaluations draw actions from the policy in place of the greedy ones
     log_every: int = 1_000  # environment steps between rows of the log
     capture_video: bool = False  # film an episode of each evaluation
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
@@ -87,7 +87,7 @@ class Args:
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
-    max_grad_norm: Rate = math.inf  # global norm at which each gradient is clipped; inf: never
+    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
     tau: Share = 0.005  # share of the new weights in each update of the target networks
@@ -622,7 +622,7 @@ def gradient_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_norm
 
 @torch.no_grad()
 def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
-    """target <- tau network + (1 - tau) target; buffers, of normalizers and BatchNorm, are copied."""
+    """target <- tau network + (1 - tau) target; buffers, as of normalizers, are copied."""
     torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
     for old, new in zip(target.buffers(), network.buffers(), strict=True):
         old.copy_(new)
