@@ -392,7 +392,7 @@ class RewardNorm(RunningNorm):
 
 
 # Own trials, results in benchmark/results; LunarLander, where half of the seeds land, starts from RL
-# Baselines3 Zoo's a2c.yml; MuJoCo: one seed of HalfCheetah.
+# Baselines3 Zoo's a2c.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=8, num_steps=8, critic_lr=3e-3, anneal_lr=True),
     "Acrobot-v1": dict(total_timesteps=300_000, num_envs=16, num_steps=16, learning_rate=2e-3, anneal_lr=True,
