@@ -2,7 +2,7 @@
 short rollout, whose returns end in the critic's value instead of waiting for the episode to end.
 
     policy     L_PG = E[A_t log pi(a_t | s_t)]
-    total      L = L_PG - c_1 (V(s_t) - R_t)^2 + c_2 entropy(pi), R_t = A_t + V(s_t); A_t, R_t are constants
+    total      L = L_PG - c_1/2 (V(s_t) - R_t)^2 + c_2 entropy(pi), R_t = A_t + V(s_t), A_t constants
     advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t)
                lambda = 1: A_t = r_t + gamma r_{t+1} + ... + gamma^(n-t) V(s_n) - V(s_t)      (Algorithm S3)
 
@@ -391,7 +391,7 @@ class RewardNorm(RunningNorm):
         return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials, results in benchmark/results; LunarLander, where half of the seeds land, starts from RL
+# Own trials, results in benchmark/results; LunarLander, where seeds differ by 250, starts from RL
 # Baselines3 Zoo's a2c.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=200_000, num_envs=8, num_steps=8, critic_lr=3e-3, anneal_lr=True),

@@ -197,7 +197,7 @@ SUITES = {
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=10, bar=92),
         Cell("trpo", "LunarLander-v3", 500_000, seeds=10),
         Cell("trpo", "HalfCheetah-v5", 300_000, seeds=5),
-        Cell("trpo", "Hopper-v5", 300_000, seeds=5),
+        Cell("trpo", "Hopper-v5", 300_000, seeds=10),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
