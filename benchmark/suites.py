@@ -82,7 +82,7 @@ SUITES = {
         Cell("ppo", "MountainCarContinuous-v0", 100_000, seeds=10, bar=91),
         Cell("ppo", "LunarLander-v3", 1_000_000, seeds=10, bar=240, args=LONG),
         Cell("ppo", "LunarLanderContinuous-v3", 1_000_000, seeds=10, bar=270, args=LONG),
-        Cell("ppo", "HalfCheetah-v5", 300_000, seeds=5),
+        Cell("ppo", "HalfCheetah-v5", 300_000, seeds=10),
         Cell("ppo", "Hopper-v5", 300_000, seeds=10),
     ],
     "ppo_lstm": [
