@@ -196,7 +196,7 @@ SUITES = {
         Cell("trpo", "Pendulum-v1", 100_000, seeds=10, bar=-180),
         Cell("trpo", "MountainCarContinuous-v0", 50_000, seeds=10, bar=92),
         Cell("trpo", "LunarLander-v3", 500_000, seeds=10),
-        Cell("trpo", "HalfCheetah-v5", 300_000, seeds=5),
+        Cell("trpo", "HalfCheetah-v5", 300_000, seeds=10),
         Cell("trpo", "Hopper-v5", 300_000, seeds=10),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
