@@ -731,7 +731,7 @@ def decide(finished: bool) -> bool:
     """What process 0 says: it alone evaluates and hears signals."""
     answer = [finished]
     if SIZE > 1:
-        exchange(dist.broadcast_object_list, answer)
+        exchange(dist.broadcast_object_list, answer, 0)
     return answer[0]
 
 

@@ -584,8 +584,9 @@ def make_task_env(args, **kwargs) -> gym.Env:
         if isinstance(error, TypeError) and "argument" not in str(error):
             raise  # a bug of the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
-    env = CheetahTask(env, args.env_id == CHEETAHS[0]) if cheetah else env
-    if not (cheetah or env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
+    if cheetah:
+        env = CheetahTask(env, args.env_id == CHEETAHS[0])
+    elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
         families = ", ".join((*POINTS, *CHEETAHS))
         text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
         raise UsageError(f"{args.env_id} {text}")

@@ -235,7 +235,7 @@ SUITES = {
     # Sample efficiency on one family; benchmark/meta.py draws it.
     "meta": [
         Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
-        Cell("maml", "PointRobot-v0", 400_000, 10, None, ("--horizon", "20", "--eval-every", "40000")),
+        Cell("maml", "PointRobot-v0", 400_000, 10, None, ("--eval-every", "40000")),
     ],
     "es": [
         Cell("es", "CartPole-v1", 100_000, seeds=10, bar=475),

@@ -441,6 +441,7 @@ def walk(args, tasks, towards):
      ("SparsePointRobot-v0", 20, 13.36, 0.0)],
 )  # fmt: skip
 def test_points_earn_what_they_should(family, horizon, optimum, staying):
+    assert maml.make_args(family).horizon == horizon
     args = arguments(env_id=family, horizon=horizon)
     tasks = maml.sample_tasks(args, 20_000, np.random.default_rng(0))
     assert tasks.shape == (20_000, 2) and tasks.dtype == np.float32
