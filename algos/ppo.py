@@ -658,7 +658,8 @@ def action_map(space):
     if isinstance(space, Box) and space.dtype.kind == "f":
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
         bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
-        middle, half = np.where(bounded, low + high, 0) / 2, np.where(bounded, high - low, 2) / 2
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
         limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
         stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
         return stretch, Box(-limit, limit, dtype=np.float32)
@@ -1035,14 +1036,14 @@ class Policy:
         else:
             obs, masks = [obs], masks if masks is None else [masks]
         infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
-        arrays = np.stack([self.env.observe(*pair) for pair in zip(obs, infos, strict=True)])
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
         actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
         space = self.env.env.action_space
         return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself; on Atari, as make_envs makes it."""
+    """The policy in a .pt file or a run folder, for the environment itself; on Atari for those of make_envs."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1169,7 +1170,9 @@ class Run:
         say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
         for kind in agent.obs_space.flattened:
             say(
-                f"observations {kind.dtype} {kind.shape} go to the MLP as numbers: a CNN gets bytes (uint8) only"
+                say(
+                    f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8) only"
+                )
             )
         say(f"run folder: {self.folder}")
 

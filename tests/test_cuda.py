@@ -4,12 +4,11 @@ import contextlib
 import sys
 import warnings
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from conftest import checkpoint, has, load_script, progress, tiny
+from conftest import checkpoint, flags, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -24,10 +23,11 @@ TEN_UPDATES = dict(
 )  # fmt: skip
 
 
-def train(name: str, folder: str, device: str, compile: bool = False, **fields) -> dict:
+def train(name: str, folder: str, device: str, graph: bool = False, **fields) -> dict:
     """Trains for about ten updates. Returns the parameters and the last row of losses in the log."""
     script, short = load_script(name), dict(num_steps=3) if name == "a2c" else {}
-    script.train(tiny(script, folder, device=device, compile=compile, **TEN_UPDATES | short | fields))
+    words = flags(tiny(script, folder, device=device, **TEN_UPDATES | short | fields))
+    script.train(script.parse_args(words + ["--compile"] * graph))
     rows = [row for row in progress(folder) if any(key.startswith("loss/") for key in row)]
     return {name: x.double() for name, x in checkpoint(folder)["agent"].items()} | rows[-1]
 
@@ -80,7 +80,7 @@ def waits_of(script):
                 modes.pop()
             elif "error" in modes or name.startswith("update"):
                 modes.append("error")
-            elif name in ("__init__", "Adam", "evaluate", "checkpoint", "log"):
+            elif name in ("__init__", "Adam", "pause", "evaluate", "checkpoint", "log"):
                 modes.append("default")
             else:
                 modes.append("warn" if name == "train" else modes[-1])
@@ -131,25 +131,20 @@ def test_a_run_moves_to_the_gpu_and_back(name, graph):
     train(name, "run", "cpu")
     script = load_script(name)
     for steps, device in ((128, "cuda"), (192, "cpu")):
-        args = script.parse_args(["--resume", "run", "--device", device, "--total-timesteps", str(steps)])
-        script.train(replace(args, compile=graph) if has(script, "compile") else args)
+        words = ["--resume", "run", "--device", device, "--total-timesteps", str(steps)]
+        script.train(script.parse_args(words + ["--compile"] * graph))
     assert checkpoint("run")["run"]["env_steps"] >= 192
 
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_the_learning_curve_is_that_of_the_cpu_within_noise(graph):
     script, returns = load_script("ppo"), {"cpu": [], "cuda": []}
+    words = "--env-id CartPole-v1 --total-timesteps 20480 --eval-every 0 --checkpoint-every 0".split()
     for device in returns:
         for seed in (1, 2, 3):
-            run_dir, fields = (
-                f"{device}-{seed}",
-                dict(total_timesteps=20_480, eval_every=0, checkpoint_every=0),
-            )
-            script.train(
-                script.make_args(
-                    "CartPole-v1", seed=seed, run_dir=run_dir, device=device, compile=graph, **fields
-                )
-            )
+            run_dir = f"{device}-{seed}"
+            run = ["--seed", str(seed), "--run-dir", run_dir, "--device", device]
+            script.train(script.parse_args(words + run + ["--compile"] * graph))
             rows = [row["train/episode_return"] for row in progress(run_dir) if "train/episode_return" in row]
             returns[device].append(np.mean(rows[-len(rows) // 4 :]))
     cpu, gpu = np.mean(returns["cpu"]), np.mean(returns["cuda"])
