@@ -350,7 +350,7 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2, A)."""
+    """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2A)."""
 
     def __init__(self, fan_in, space, log_std_init):
         super().__init__()
@@ -360,19 +360,24 @@ class GaussianHead(nn.Module):
 
     def forward(self, features, obs):
         mean = self.mean(features)
-        return torch.stack([mean, self.log_std.expand_as(mean)], dim=1)
+        return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
     def choose(self, pi, greedy):
-        mean, log_std = pi.unbind(1)
+        mean, log_std = pi.chunk(2, dim=-1)
         return mean if greedy else mean + log_std.exp() * torch.randn_like(mean)  # (B, A)
 
     def log_prob(self, pi, action):
-        mean, log_std = pi.unbind(1)
+        mean, log_std = pi.chunk(2, dim=-1)
         z = (action.flatten(1) - mean) * (-log_std).exp()
         return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
 
     def entropy(self, pi):
-        return (pi[:, 1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+        return (pi.chunk(2, dim=-1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+
+    def kl(self, old, new):
+        (old_mean, old_log_std), (mean, log_std) = old.chunk(2, dim=-1), new.chunk(2, dim=-1)
+        shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
+        return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1)  # KL(old || new), (B,)
 
 
 class Agent(nn.Module):
@@ -1043,7 +1048,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself; on Atari for those of make_envs."""
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1171,7 +1176,7 @@ class Run:
         for kind in agent.obs_space.flattened:
             say(
                 say(
-                    f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8) only"
+                    f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)"
                 )
             )
         say(f"run folder: {self.folder}")
