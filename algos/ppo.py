@@ -1174,11 +1174,7 @@ class Run:
         actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
         say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
         for kind in agent.obs_space.flattened:
-            say(
-                say(
-                    f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)"
-                )
-            )
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
         say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
