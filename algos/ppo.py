@@ -1124,17 +1124,21 @@ class Run:
         for i, code in enumerate(codes):
             if error and code:
                 say(f"the process of environment {i} ended with exit code {code}")
-        by_script = Path(sys.argv[0]).name == self.source.name
-        command = "python {} --{} {}" if by_script else 'train(parse_args(["--{1}", "{2}"]))'
-        go_on = command.format(sys.argv[0], "resume", self.folder)
-        watch = command.format(sys.argv[0], "evaluate", self.folder / "best.pt")
+        go_on = self.command("--resume", str(self.folder))
         if error and self.saved_at > 0:
             say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
         elif not error and self.signal:
             say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
-            say(f"best mean return {self.best:.1f}; to watch it: {watch} --capture-video")
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
@@ -1252,7 +1256,8 @@ class Run:
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)

@@ -45,10 +45,6 @@ COLUMNS = """
     eval_return_max wall_time steps_per_second python torch gymnasium numpy device cpu cores git_commit
     command
 """.split()
-FINAL = re.compile(  # what --evaluate prints, by column
-    r"return_mean (?P<eval_return_mean>\S+) return_std (?P<eval_return_std>\S+) return_min "
-    r"(?P<eval_return_min>\S+) return_max (?P<eval_return_max>\S+) .*over (?P<eval_episodes>\d+) episodes"
-)
 STOP = threading.Event()  # all that train save and stop, all that wait never start
 ON_NODE = "PLAINRL_COMMIT" in os.environ  # on a machine of a cluster, for a run.py elsewhere
 
@@ -184,11 +180,18 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool,
             keep(trained=True)
         if record["final"].get("eval_episodes") != str(final_episodes):
             play = [command[0], "--evaluate", shown(folder), "--eval-episodes", str(final_episodes)]
-            score = FINAL.search(call(play, log, lock, watch))
-            if not score:
-                raise Failed(f"its --evaluate printed no line `return mean ...` ({shown(log)})")
-            keep(final=score.groupdict())
+            keep(final=final_score(call(play, log, lock, watch), log))
         return tidy_rows(cell, seed, folder, record)
+
+
+def final_score(text: str, log: Path) -> dict:
+    """What --evaluate prints last, a line of JSON, by column."""
+    try:
+        score = json.loads(text.strip().splitlines()[-1])
+        named = {f"eval_return_{x}": f"{score[f'eval/return_{x}']:.5g}" for x in ("mean", "std", "min", "max")}
+        return named | {"eval_episodes": str(score["episodes"])}
+    except (IndexError, KeyError, ValueError):
+        raise Failed(f"its --evaluate printed no line of JSON with its returns ({shown(log)})") from None
 
 
 def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
@@ -433,8 +436,10 @@ def main() -> int:
     add_engine(parser)
     parser.add_argument("--final-episodes", type=int, default=100, help="episodes of the final evaluation")
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
-    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help="where the CSVs go")
+    where = "where the CSVs go; default: benchmark/results for a suite, RUNS/results for --script"
+    parser.add_argument("--results", type=Path, help=where)
     args = parser.parse_args()
+    args.results = args.results or (args.runs / "results" if args.script else ROOT / "benchmark/results")
     if args.script:
         if not args.env_id or not args.script.is_file() or bool(args.args) != bool(args.variant):
             parser.error("--script is a file and needs --env-id; --args and --variant go together")

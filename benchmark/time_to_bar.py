@@ -34,7 +34,7 @@ COLUMNS = """
     git_commit
 """.split()
 EPISODES, IN_A_ROW = 20, 3
-SCORE = re.compile(r"step (\d+) return_mean (\S+)")
+SCORE = re.compile(r"step ([\d,]+)  return (\S+)")
 
 
 class Race(NamedTuple):
@@ -99,7 +99,7 @@ def measure(words: list[str], bar: float, limit: float) -> dict:
             lines.append(line)
             if score := SCORE.search(line):
                 good = float(score[2]) >= bar
-                passed = [*passed, (time.perf_counter() - start, int(score[1]))] if good else []
+                passed = [*passed, (time.perf_counter() - start, int(score[1].replace(",", "")))] if good else []
             late = not passed and time.perf_counter() - start > limit
             if len(passed) == IN_A_ROW or late:
                 process.kill()
@@ -137,7 +137,7 @@ def run_peer(cell: str, seed: int) -> None:
         def _on_step(self) -> bool:
             super()._on_step()
             if self.n_calls % self.eval_freq == 0:
-                print(f"step {self.num_timesteps} return_mean {self.last_mean_reward:.5g}", flush=True)
+                print(f"step {self.num_timesteps}  return {self.last_mean_reward:.5g}", flush=True)
             return True
 
     algo, env_id = cell.split()

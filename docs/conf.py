@@ -108,7 +108,8 @@ def part_of_script(found: re.Match) -> str:
     if node := outer.get(part) or inner.get(part):
         first, last = node.lineno - 1, node.end_lineno
     else:
-        phases = [i for i, line in enumerate(lines) if line.startswith(f"        # {part}")]
+        begins = "while run.pause():" if part == "Pause" else f"# {part}"
+        phases = [i for i, line in enumerate(lines) if line.strip().startswith(begins)]
         if len(phases) != 1:
             raise ExtensionError(f"{name}.py has no function and no phase {part}")
         first, last = phases[0], lines.index("", phases[0])
