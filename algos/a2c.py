@@ -169,7 +169,8 @@ def train(args: Args) -> np.ndarray:
         optimizer.step()
         return {
             "loss/policy": loss_policy.detach(), "loss/value": loss_value.detach(),
-            "policy/entropy": entropy.detach().mean(), "grad/actor_norm": actor_norm, "grad/critic_norm": critic_norm,
+            "policy/entropy": entropy.detach().mean(),
+            "grad/actor_norm": actor_norm, "grad/critic_norm": critic_norm,
         }  # fmt: skip
 
     learn = CudaGraph(update) if graph else update
