@@ -1074,6 +1074,8 @@ class Run:
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last row of the log: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
         self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
         self.algo = self.source.stem if self.source.is_file() else "notebook"
         name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1226,7 +1228,7 @@ class Run:
             close_envs(self.envs, kill=False)
         if self.due(self.args.eval_every, self.scored_at) and not self.signal:
             self.evaluate()
-        if self.due(self.args.checkpoint_every * self.args.num_envs, self.saved_at):
+        if self.due(self.checkpoint_every, self.saved_at):
             self.checkpoint()
         return not self.finished
 
@@ -1234,7 +1236,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
         """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
