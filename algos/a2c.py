@@ -216,7 +216,7 @@ def train(args: Args) -> np.ndarray:
 
             # Update, once on the whole rollout
             metrics = learn(batch)
-            if args.normalize_obs:  # only now: the values of the rollout are under the old normalizer
+            if args.normalize_obs:  # only now: the rollout was collected under the old normalizer
                 agent.obs_norm.update(batch["obs"])
 
             # Log
@@ -665,10 +665,11 @@ class StandardEnv(gym.Wrapper):
 
     def __init__(self, env, args, mask_in_info: bool = False):
         super().__init__(env)
-        self.id, self.mask_in_info = args.env_id, mask_in_info
-        self.keys = {"is_success", "success", *args.info_keys}
         self.choices, space = num_choices(env.action_space), env.observation_space
-        if mask_in_info:
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
             space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
         self.to_array, self.observation_space = observation_map(space)
         self.to_action, self.action_space = action_map(env.action_space)
@@ -1038,6 +1039,8 @@ class Run:
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last row of the log: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
         self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
         self.algo = self.source.stem if self.source.is_file() else "notebook"
         name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -1190,7 +1193,7 @@ class Run:
             close_envs(self.envs, kill=False)
         if self.due(self.args.eval_every, self.scored_at) and not self.signal:
             self.evaluate()
-        if self.due(self.args.checkpoint_every * self.args.num_envs, self.saved_at):
+        if self.due(self.checkpoint_every, self.saved_at):
             self.checkpoint()
         return not self.finished
 
@@ -1198,7 +1201,7 @@ class Run:
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
         """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""

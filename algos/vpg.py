@@ -230,7 +230,7 @@ def train(args: Args) -> np.ndarray:
             updates = []
             for rows in torch.cat(epochs).split(batch_size // args.num_minibatches):
                 updates.append(update_critic(batch, rows))
-            if args.normalize_obs:  # only now: the values of the rollout are under the old normalizer
+            if args.normalize_obs:  # only now: the rollout was collected under the old normalizer
                 agent.obs_norm.update(batch["obs"])
 
             # Log
@@ -662,10 +662,11 @@ class StandardEnv(gym.Wrapper):
 
     def __init__(self, env, args, mask_in_info: bool = False):
         super().__init__(env)
-        self.id, self.mask_in_info = args.env_id, mask_in_info
-        self.keys = {"is_success", "success", *args.info_keys}
         self.choices, space = num_choices(env.action_space), env.observation_space
-        if mask_in_info:
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
             space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
         self.to_array, self.observation_space = observation_map(space)
         self.to_action, self.action_space = action_map(env.action_space)

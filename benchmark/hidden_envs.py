@@ -2,6 +2,7 @@
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:TMaze-v0 --env-kwargs '{"delay": 30}'
+    python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Recall-v0 --total-timesteps 150000
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
@@ -66,6 +67,34 @@ class TMaze(gym.Env):
         return image.repeat(16, axis=0).repeat(16, axis=1)
 
 
+class Recall(gym.Env):
+    """One of so many cues at first, silence for delay steps, then the question: which was it?
+
+    Observes a number per cue, 1 for the one that is shown and 0 otherwise, and whether it is time to answer.
+    The right answer pays 1 and ends the episode, a wrong one only ends it; guessing earns 1 / cues.
+    """
+
+    def __init__(self, cues: int = 4, delay: int = 20):
+        self.cues, self.delay = cues, delay
+        self.observation_space, self.action_space = Box(0, 1, (cues + 1,), np.float32), Discrete(cues)
+
+    def observe(self):
+        obs = np.zeros(self.cues + 1, np.float32)
+        obs[self.cue], obs[-1] = self.t == 0, self.t == self.delay
+        return obs
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t, self.cue = 0, int(self.np_random.integers(self.cues))
+        return self.observe(), {}
+
+    def step(self, action):
+        end = self.t == self.delay
+        right = bool(end and action == self.cue)
+        self.t += 1
+        return self.observe(), float(right), bool(end), False, {"is_success": right}
+
+
 class SparseGrid(gym.Env):
     """Rooms in a row with doors at the bottom and at the top in turns; a reward of 1 only in the far corner.
 
@@ -102,4 +131,5 @@ for name, (entries, max_steps) in NO_VELOCITY.items():
     maker = partial(Partly, name, entries)
     gym.register(name.replace("-", "NoVel-"), entry_point=maker, max_episode_steps=max_steps)
 gym.register("TMaze-v0", entry_point=TMaze)
+gym.register("Recall-v0", entry_point=Recall)
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)

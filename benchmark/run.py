@@ -188,8 +188,9 @@ def final_score(text: str, log: Path) -> dict:
     """What --evaluate prints last, a line of JSON, by column."""
     try:
         score = json.loads(text.strip().splitlines()[-1])
-        named = {f"eval_return_{x}": f"{score[f'eval/return_{x}']:.5g}" for x in ("mean", "std", "min", "max")}
-        return named | {"eval_episodes": str(score["episodes"])}
+        names = ("mean", "std", "min", "max")
+        returns = {f"eval_return_{name}": f"{score[f'eval/return_{name}']:.5g}" for name in names}
+        return returns | {"eval_episodes": str(score["episodes"])}
     except (IndexError, KeyError, ValueError):
         raise Failed(f"its --evaluate printed no line of JSON with its returns ({shown(log)})") from None
 

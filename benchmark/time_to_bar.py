@@ -98,8 +98,8 @@ def measure(words: list[str], bar: float, limit: float) -> dict:
         for line in process.stdout:
             lines.append(line)
             if score := SCORE.search(line):
-                good = float(score[2]) >= bar
-                passed = [*passed, (time.perf_counter() - start, int(score[1].replace(",", "")))] if good else []
+                step, good = int(score[1].replace(",", "")), float(score[2]) >= bar
+                passed = [*passed, (time.perf_counter() - start, step)] if good else []
             late = not passed and time.perf_counter() - start > limit
             if len(passed) == IN_A_ROW or late:
                 process.kill()

@@ -1,9 +1,10 @@
 """The harness: every script of the folder ALGOS is tested by existing.
 
-PLAINRL_ALGOS names another folder of scripts, as a copy with a mistake put in to see a test fail.
+PLAINRL_ALGOS names another folder of scripts, such as a copy with a mistake put in to see a test fail.
 """
 
 import importlib.util
+import inspect
 import json
 import os
 import shutil
@@ -18,14 +19,17 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: forks need it, and the numbers must not depend on it
 
 import gymnasium as gym
+import odd_envs
 import probe_envs
 import pytest
 import torch
+from gymnasium.spaces import Box, Discrete
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 ALGOS = Path(os.environ.get("PLAINRL_ALGOS", ROOT / "algos")).resolve()
 NAMES = sorted(path.stem for path in ALGOS.glob("*.py"))
+CPU = torch.device("cpu")
 
 # A training of a second or less; a script takes the fields that its Args has.
 TINY = dict(
@@ -39,19 +43,22 @@ TINY = dict(
     num_train_tasks=4, num_test_tasks=2, adaptation_episodes=1, steps_prior=8, steps_posterior=8,
     extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,),
 )  # fmt: skip
-BOXES = ("ddpg_td3", "sac", "tqc", "crossq", "maml", "pearl")  # they get Box actions in tests
 EXPERT = """
-def load_policy(path):
-    space = make_envs(Args(**load(path)["args"]), 1).single_action_space
+class Policy:
+    def __init__(self, agent, env):
+        self.space = env.env.action_space
 
-    def act(obs, info):
-        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
-        return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
+    def reset(self):
+        pass
 
-    return act
+    def __call__(self, obs, info=None, greedy=True):
+        obs = np.asarray(obs)
+        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(self.space, Box) else (obs[:, 0] < 0).astype(int)
+        return np.broadcast_to(action.reshape(len(obs), *[1] * len(self.space.shape)), (len(obs), *self.space.shape))
 """  # steers the walk back to 0, beyond the bounds of the actions
 
 
+# ---------------------------------------------------------------------------------------------------- scripts
 @cache
 def load_script(name: str, path: Path | None = None):
     """A script of ALGOS as a module, under the name of its file."""
@@ -65,6 +72,30 @@ def has(module, name: str) -> bool:
     return name in {field.name for field in fields(module.Args)}
 
 
+def scripts_with(*names: str) -> list[str]:
+    """The scripts that define all of these names."""
+    return [name for name in NAMES if all(hasattr(load_script(name), x) for x in names)]
+
+
+@cache
+def takes(name: str, kind: str) -> bool:
+    """Whether a script decides among such actions, a key of probe_envs.action_spaces()."""
+    module = load_script(name)
+    observation, action = Box(-1, 1, (2,)), probe_envs.action_spaces()[kind]
+    args = module.Args(**{key: value for key, value in TINY.items() if has(module, key)})
+    try:
+        module.Agent(module.observation_map(observation)[1], module.action_map(action)[1], args, CPU)
+    except module.UsageError:
+        return False
+    return True
+
+
+def takers(*kinds: str) -> list[str]:
+    """The scripts that decide among all of these actions."""
+    return [name for name in NAMES if all(takes(name, kind) for kind in kinds)]
+
+
+# -------------------------------------------------------------------------------------------------- arguments
 def make_expert(args, folder="expert", source=EXPERT) -> str:
     """Writes what a run of reinforce.py for the environment of args leaves, with the policy of source."""
     script, folder = load_script("reinforce"), Path(folder).absolute()
@@ -75,15 +106,46 @@ def make_expert(args, folder="expert", source=EXPERT) -> str:
     return str(folder)
 
 
+def accepts(environment: type, name: str) -> bool:
+    """Whether an environment has an argument of this name."""
+    for base in environment.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(base.__init__).parameters
+            if name in parameters or not any(p.kind == p.VAR_KEYWORD for p in parameters.values()):
+                return name in parameters
+    return False
+
+
+def probe(module, env: str, **kwargs) -> dict:
+    """Fields for an environment of probe_envs or odd_envs, with actions that the script can take."""
+    where = probe_envs if hasattr(probe_envs, env) else odd_envs
+    if accepts(getattr(where, env), "actions"):
+        kwargs = {"actions": "discrete" if takes(module.__name__, "discrete") else "box"} | kwargs
+    return dict(env_id=f"{where.__name__}:{env}-v0", env_kwargs=kwargs)
+
+
 def tiny(module, run_dir="run", **changes):
     """Arguments of a tiny training in the Walk environment; changes come on top where there are fields."""
-    actions = "box" if module.__name__ in BOXES else "discrete"
-    kwargs = dict(actions=actions, discrete_obs=module.__name__ == "q_learning")
-    values = dict(env_id="probe_envs:Walk-v0", env_kwargs=kwargs, run_dir=str(run_dir)) | TINY | changes
+    grid = {"discrete_obs": True} if module.__name__ == "q_learning" else {}
+    values = probe(module, "Walk", **grid) | dict(run_dir=str(run_dir)) | TINY | changes
     args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
     if has(module, "expert") and not (args.expert or args.dataset):
         args.expert = make_expert(args)
     return args
+
+
+def short(module, env: str = "Walk", run_dir="run", env_kwargs: dict | None = None, **changes):
+    """tiny in a probe or in the environment of an id with a version: nothing is normalized, one evaluation
+    and one checkpoint at the end."""
+    where = dict(env_id=env, env_kwargs={}) if "-v" in env else probe(module, env)
+    where["env_kwargs"] |= env_kwargs or {}
+    plain = dict(normalize_obs=False, normalize_reward=False, eval_every=0, checkpoint_every=0)
+    return tiny(module, run_dir, **where | plain | changes)
+
+
+def quick(module, env: str = "Walk", **changes):
+    """Trains with the arguments of short. Returns what train does."""
+    return module.train(short(module, env, **changes))
 
 
 def flags(args) -> list[str]:
@@ -101,6 +163,7 @@ def flags(args) -> list[str]:
     return words
 
 
+# ------------------------------------------------------------------------------------------------- processes
 def call_main(module, *argv) -> int:
     """Runs main as the command would. Returns the exit code."""
     before, sys.argv = sys.argv, [f"{module.__name__}.py", *map(str, argv)]
@@ -156,6 +219,7 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+# ------------------------------------------------------------------------------------------- what a run leaves
 def progress(run_dir="run") -> list[dict]:
     """Rows of progress.jsonl without what a clock measured."""
     rows = [json.loads(line) for line in (Path(run_dir) / "progress.jsonl").read_text().splitlines()]
@@ -186,25 +250,25 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def batches(script, record) -> list[dict]:
-    """Copies of all that is drawn from the buffer, before the script changes it."""
-    drawn, sample = [], script.ReplayBuffer.sample
+def play(policy, args, episodes: int | None = None, greedy=True) -> list[float]:
+    """The returns of a policy of load_policy in the environment itself, with the seeds of an evaluation."""
+    env, returns = gym.make(args.env_id, **args.env_kwargs), []
+    for i in range(episodes or args.eval_episodes):
+        obs, info = env.reset(seed=args.eval_seed + i)
+        policy.reset()
+        returns.append(0.0)
+        for _ in range(args.eval_max_steps):
+            action = policy(obs, info, greedy=greedy)
+            assert env.action_space.contains(action), f"{action!r} is not in {env.action_space}"
+            obs, reward, terminated, truncated, info = env.step(action)
+            returns[-1] += float(reward)
+            if terminated or truncated:
+                break
+    env.close()
+    return returns
 
-    def watched(self, batch_size):
-        batch = sample(self, batch_size)
-        drawn.append({name: x.clone() for name, x in batch.items()})
-        return batch
 
-    record(script.ReplayBuffer, "sample")
-    script.ReplayBuffer.sample = watched  # monkeypatch puts the first one back
-    return drawn
-
-
-def spaces(obs=None, action=None) -> tuple[gym.Space, gym.Space]:
-    """Of observations and actions; vectors of 4 and two choices where none is given."""
-    return obs or gym.spaces.Box(-1, 1, (4,)), action or gym.spaces.Discrete(2)
-
-
+# --------------------------------------------------------------------------------------------------- fixtures
 @pytest.fixture(params=NAMES)
 def script(request):
     """Each script of ALGOS as a module."""
@@ -241,22 +305,70 @@ def cook(tmp_path):
     return patched
 
 
+class Call(tuple):
+    """(arguments, result) of a call, and the step of the run at which it came."""
+
+    name, step = "", 0
+
+
 @pytest.fixture
 def record(monkeypatch):
-    """record(owner, name) lists (arguments, result) of the calls of owner.name from then on."""
+    """record(owner, name) lists the calls of owner.name from then on; record.all has those of all names."""
 
     def record(owner, name):
         calls, original = [], getattr(owner, name)
 
         def recorded(*args, **kwargs):
-            given = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in args]
-            calls.append((given, original(*args, **kwargs)))
-            return calls[-1][1]
+            given = [
+                x.detach().clone() if isinstance(x, torch.Tensor) else x for x in (*args, *kwargs.values())
+            ]
+            call = Call((given, original(*args, **kwargs)))
+            call.name, call.step = name, record.steps()
+            calls.append(call), record.all.append(call)
+            return call[1]
 
         monkeypatch.setattr(owner, name, recorded)
         return calls
 
+    record.all, record.steps = [], lambda: getattr(Latest.run, "env_steps", 0)
     return record
+
+
+class Latest:
+    run = None
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """The parts of the latest run of any script, by name, as they are at any time; seen.run is the run."""
+    found = Latest()
+    for module in map(load_script, NAMES):
+
+        def watched(run, args, chunk, init=module.Run.__init__, **parts):
+            Latest.run = run
+            init(run, args, chunk, **parts)
+
+        monkeypatch.setattr(module.Run, "__init__", watched)
+    return found
+
+
+@pytest.fixture
+def drawn(record):
+    """drawn(script) lists copies of all batches from its replay buffer, before the script changes them."""
+
+    def drawn(script):
+        batches, sample = [], script.ReplayBuffer.sample
+
+        def watched(self, *args):
+            batch = sample(self, *args)
+            batches.append({name: x.clone() for name, x in batch.items()})
+            return batch
+
+        record(script.ReplayBuffer, "sample")
+        script.ReplayBuffer.sample = watched  # monkeypatch puts the first one back
+        return batches
+
+    return drawn
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +379,7 @@ def empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(folder)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     path = list(sys.path)
-    probe_envs.forget()
+    probe_envs.forget(), odd_envs.forget()
     yield folder
     sys.path[:] = path
     for number, handler in handlers.items():

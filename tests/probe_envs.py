@@ -167,27 +167,34 @@ class Masked(Probe):
         return self.observe(), reward, False, end, {"action_mask": self.mask()}
 
 
-def spaces_observations() -> dict[str, gym.Space]:
+def observation_spaces() -> dict[str, gym.Space]:
     byte = dict(low=0, high=255, dtype=np.uint8)
     pose = {"position": Box(-1, 1, (3,), np.float32), "mode": Discrete(2)}
+    camera = Box(shape=(12, 11, 3), **byte)
     return {
         "vector": Box(-1, 1, (3,), np.float32), "float64": Box(-1, 1, (3,), np.float64),
+        "float16": Box(-1, 1, (3,), np.float16), "scalar": Box(-1, 1, (), np.float32),
         "ram": Box(shape=(128,), **byte), "matrix": Box(-1, 1, (12, 9), np.float32),
-        "thin": Box(-1, 1, (3, 2), np.float32), "float16": Box(-1, 1, (3,), np.float16),
-        "cards": Box(0, 1, (8, 4, 13), np.float32), "slice": Box(0, 1, (10, 3, 10), np.float32),
+        "thin": Box(-1, 1, (3, 2), np.float32), "cards": Box(0, 1, (8, 4, 13), np.float32),
+        "slice": Box(0, 1, (10, 3, 10), np.float32), "bits": Box(0, 1, (10, 9), np.bool_),
         "discrete": Discrete(5), "discrete_start": Discrete(5, start=3),
         "multi_discrete": MultiDiscrete([3, 4]), "multi_binary": MultiBinary(4),
-        "tuple": Tuple(list(pose.values())), "dict": Dict(pose),
+        "tuple": Tuple(list(pose.values())), "dict": Dict(pose), "small_bytes": Box(shape=(4, 9, 3), **byte),
         "hwc": Box(shape=(40, 40, 3), **byte), "chw": Box(shape=(3, 40, 40), **byte),
-        "small": Box(shape=(10, 10, 4), **byte), "bits": Box(0, 1, (10, 9), np.bool_),
-        "dict_image": Dict({"camera": Box(shape=(40, 40, 3), **byte), "mode": Discrete(2)}),  # to be refused
-        "nested_image": Dict({"robot": Dict({"camera": Box(shape=(40, 40, 3), **byte)})}),  # to be refused
-        "sequence": Sequence(Discrete(3)), "text": Text(5),  # to be refused
+        "small": Box(shape=(10, 10, 4), **byte), "hw": Box(shape=(10, 12), **byte),
+        "many_channels": Box(shape=(16, 10, 10), **byte), "square": Box(shape=(10, 10, 10), **byte),
+        "stack": Box(shape=(4, 10, 12), **byte), "stack_hwc": Box(shape=(2, 10, 12, 3), **byte),
+        "stack_chw": Box(shape=(2, 3, 10, 12), **byte),
+        "dict_image": Dict({"camera": camera, **pose}), "tuple_image": Tuple([Discrete(2), camera]),
+        "nested_image": Dict({"robot": Dict({"left": camera, "right": Box(shape=(10, 10), **byte)}), **pose}),
+        "only_images": Dict({"a": camera, "b": Box(shape=(4, 10, 10), **byte)}),
+        "sequence": Sequence(Discrete(3)), "text": Text(5), "dict_text": Dict({"text": Text(5), **pose}),
     }  # fmt: skip
 
 
-def spaces_actions() -> dict[str, gym.Space]:
+def action_spaces() -> dict[str, gym.Space]:
     inf, low, high = np.inf, np.array([-1, -2], np.float32), np.array([3, 2], np.float32)
+    most = np.finfo(np.float32).max
     return {
         "discrete": Discrete(2), "discrete_start": Discrete(3, start=5),
         "discrete_int8": Discrete(3, dtype=np.int8),
@@ -195,21 +202,25 @@ def spaces_actions() -> dict[str, gym.Space]:
         "multi_discrete_start": MultiDiscrete([2, 5], start=[1, -3]),
         "multi_binary": MultiBinary(3), "multi_binary_2d": MultiBinary([2, 3]),
         "box": Box(low, high), "box_2d": Box(-2, 1, (2, 3), np.float32),
-        "box_float64": Box(-3, 5, (2,), np.float64),
-        "int8": Box(-128, 127, (2,), np.int8), "uint8": Box(100, 250, (2,), np.uint8),
-        "int32": Box(-3, 3, (2,), np.int32), "unbounded": Box(-inf, inf, (2,), np.float32),
+        "box_scalar": Box(2, 3, (), np.float32), "box_float64": Box(-3, 5, (2,), np.float64),
+        "box_locked": Box(np.array([-2, 0.5], np.float32), np.array([2, 0.5], np.float32)),
+        "unbounded": Box(-inf, inf, (2,), np.float32), "float_max": Box(-most, most, (2,), np.float32),
         "half_bounded": Box(np.array([0, -inf], np.float32), np.array([inf, 1], np.float32)),
-        "dict": Dict({"a": Discrete(2)}), "text": Text(5),  # to be refused
+        "int8": Box(-128, 127, (2,), np.int8), "uint8": Box(100, 250, (2,), np.uint8),
+        "int32": Box(-3, 3, (2,), np.int32), "dict": Dict({"a": Discrete(2)}), "text": Text(5),
     }  # fmt: skip
 
 
 class Spaces(Probe):
-    """Any observation space with any action space, by name. Spaces.actions lists what arrives."""
+    """Any observation space with any action space, by name. Spaces.actions lists what arrives.
+
+    The reward depends on observation and action.
+    """
 
     actions: list = []
 
     def __init__(self, obs: str = "vector", action: str = "discrete", render_mode: str | None = None):
-        self.observation_space, self.action_space = spaces_observations()[obs], spaces_actions()[action]
+        self.observation_space, self.action_space = observation_spaces()[obs], action_spaces()[action]
         self.render_mode = render_mode
 
     def reset(self, *, seed=None, options=None):
@@ -218,13 +229,17 @@ class Spaces(Probe):
         return super().reset(seed=seed)
 
     def observe(self):
-        return self.observation_space.sample()
+        self.obs = self.observation_space.sample()
+        return self.obs
 
     def step(self, action):
         assert self.action_space.contains(action), f"{action!r} is not in {self.action_space}"
         self.t += 1
         Spaces.actions.append(action)
-        return self.observe(), 1.0, False, self.t == 7, {}
+        known = gym.spaces.flatten(self.observation_space, self.obs).mean(dtype=np.float64)
+        chosen = gym.spaces.flatten(self.action_space, action).astype(np.float64).clip(-9, 9)
+        reward = np.cos(known + chosen @ np.arange(1, len(chosen) + 1))
+        return self.observe(), float(reward), False, self.t == 7, {}
 
 
 class Broken(Probe):

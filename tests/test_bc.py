@@ -60,7 +60,7 @@ def test_losses_equal_numbers_worked_out_by_hand(bc):
 @pytest.mark.parametrize("kind, loss", [("discrete", "log_prob"), ("box", "log_prob"), ("box", "mse")])
 def test_the_loss_is_of_the_experts_actions_and_of_the_mean_action(bc, kind, loss):
     bc.train(short(bc, env_kwargs={"actions": kind}, loss=loss, learning_rate=0.0, log_std_init=1.5))
-    held_out, policy = demonstrations("validation"), bc.load_policy("run").__self__
+    held_out, policy = demonstrations("validation"), bc.load_policy("run").agent
     pi = policy.policy(policy.encode(held_out["obs"])).detach()
     if kind != "box":
         expected = -Categorical(logits=pi[:, 0]).log_prob(held_out["action"]).mean()

@@ -221,7 +221,7 @@ def test_learns_from_the_action_that_was_drawn_not_the_clipped_one(family, monke
     family.train(short(family, "Box", log_std_init=1.0, **one))
     action = torch.tensor(np.concatenate(drawn))
     assert (action.abs() > 1).float().mean() > 0.3  # the environment asserts that what arrives is in bounds
-    agent = family.load_policy("run/models/0.pt").__self__
+    agent = family.load_policy("run/models/0.pt").agent
     remembers = hasattr(agent, "memory_shape")  # nothing, after nothing but zeros
     memory = [torch.zeros(len(action), *agent.memory_shape)] if remembers else []
     features = agent.encode(torch.zeros(len(action), 4), *memory)

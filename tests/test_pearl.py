@@ -497,7 +497,7 @@ def test_an_evaluation_adapts_to_held_out_tasks_from_its_own_episodes(seen, monk
 
 def test_the_first_episode_of_a_test_task_knows_nothing_and_the_next_only_what_it_saw():
     quick(adaptation_episodes=1)
-    agent = pearl.load_policy("run").__self__
+    agent = pearl.load_policy("run").agent
     assert equal(agent.belief_after([], 2), (torch.zeros(2, 3), torch.ones(2, 3)))
     names = [name for name in checkpoint(name="best.pt") if name not in ("args", "run")]
     assert names == ["agent"]  # no memory of training tasks is there

@@ -138,7 +138,7 @@ def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, monkeypatch)
     ((_, value, next_value, _, done, *_), rollout) = values[0]
     goes_on = done[:-1] == 0
     assert torch.allclose(next_value[:-1][goes_on], value[1:][goes_on], atol=1e-5) and done.sum() > 8
-    agent = ppo_lstm.load_policy("run/models/0.pt").__self__
+    agent = ppo_lstm.load_policy("run/models/0.pt").agent
     known = [agent.value(agent.encode(obs, memory)[0]) for obs, memory in rollout]  # final ones too
     assert torch.allclose(next_value, torch.stack(known), atol=1e-5)
 

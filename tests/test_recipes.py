@@ -55,7 +55,7 @@ def test_reference_policy_pulls_and_pushes(cook, tmp_path):
     probe = torch.randn(64, 3)
 
     def kl(run):
-        agents = [ppo.load_policy(path).__self__ for path in (old, run)]
+        agents = [ppo.load_policy(path).agent for path in (old, run)]
         return ppo.policy_kl(*(agent.policy(agent.encode(probe)) for agent in agents)).item()
 
     long = dict(num_steps=64, total_timesteps=1024, reference_coef=10.0, seed=2)
@@ -316,7 +316,7 @@ def test_choices_become_the_softmax_of_their_rewards_over_the_temperature(cook, 
     changes = dict(gamma=0.0, reward_scale=2.0, auto_alpha=False, alpha=1.5, learning_rate=0.02)
     changes |= dict(total_timesteps=500, hidden_sizes=(16,), env_kwargs={"choosy": True})
     run = runs(sac, tmp_path / "run", "probe_envs:Ones-v0", **changes)
-    log_prob = sac.load_policy(run).__self__.actor(torch.zeros(1, 4))
+    log_prob = sac.load_policy(run).agent.actor(torch.zeros(1, 4))
     assert log_prob[0, 1].exp().item() == pytest.approx(1 / (1 + math.exp(-2 / 1.5)), abs=0.02)
 
 
@@ -326,7 +326,7 @@ def test_the_value_of_choices_counts_the_entropy_of_all_steps_to_come(cook, tmp_
     changes = dict(gamma=0.8, auto_alpha=False, alpha=0.5, learning_rate=0.01, tau=0.1)
     changes |= dict(total_timesteps=800, hidden_sizes=(16,), buffer_size=1000)
     run = runs(sac, tmp_path / "run", "probe_envs:Ones-v0", **changes)
-    q_values = sac.load_policy(run).__self__.critic(torch.zeros(1, 4))
+    q_values = sac.load_policy(run).agent.critic(torch.zeros(1, 4))
     expected = 1 + 0.8 * (1 + 0.5 * math.log(2)) / (1 - 0.8)
     assert q_values.shape == (2, 1, 2)
     assert q_values.flatten().tolist() == pytest.approx([expected] * 4, rel=0.05)
@@ -346,7 +346,7 @@ def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path
 
     sac.copy = SimpleNamespace(deepcopy=another)  # a target critic that differs
     run = runs(sac, tmp_path / "run", "probe_envs:Boundary-v0", **changes)
-    agent, batch = sac.load_policy(run).__self__, drawn[-1]
+    agent, batch = sac.load_policy(run).agent, drawn[-1]
     obs, next_obs = (agent.obs_norm(batch[name]) for name in ("obs", "next_obs"))
     pi, next_pi = (Categorical(logits=agent.actor(x)) for x in (obs, next_obs))
     value = lambda critic, x, pi: (pi.probs * critic(x).amin(dim=0)).sum(dim=-1) + 0.3 * pi.entropy()
