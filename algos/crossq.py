@@ -8,18 +8,20 @@ critics keeps them stable, for it sees the present and the next states and actio
     temperature  L = -alpha E[log pi(a | s) + H],   for H the entropy that alpha aims at, with the actor
     layers       x' = weight ((x - m_B) / s_B r + d) + bias with the mean m_B and deviation s_B of the batch,
                  r = clip(s_B / s, 1/3, 3), d = clip((m_B - m) / s, -5, 5) with their running means m and s;
-                 x' = weight (x - m) / s + bias in evaluation mode (Ioffe 2017, arXiv 1702.03275, alg. 1)
+                 x' = weight (x - m) / s + bias where train is False (Ioffe 2017, arXiv 1702.03275, alg. 1)
 
-The critics are in training mode in their own update alone, the actor in its own: whatever acts, is evaluated,
-judges the actor or draws a' is in evaluation mode.
+Only in its own update a network normalizes by the batch (train=True). Whatever acts, is evaluated, judges the
+actor or draws a' uses the running means.
 
 Differences from the paper:
  1. A time limit is no termination: y bootstraps from the value of the true final observation.
  2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
  3. Running means are of the deviations, as Ioffe has them; the authors' code averages variances.
  4. The squared errors of the critics carry no factor 1/2.
- 5. On request n-step targets, without the entropies of the steps between; images go through a Nature CNN
-    (Mnih et al. 2015), which the critics share and which has no normalization of its own.
+ 5. The actor's weights start orthogonal, with gain sqrt(2) in hidden layers and 0.01 at the output; those of
+    the critics as nn.Linear's do.
+ 6. On request n-step targets, without the entropies of the steps between, and smooth actions (CAPS); images
+    go through a Nature CNN (Mnih et al. 2015), which the critics share and which is not normalized.
 
     python algos/crossq.py --env-id Pendulum-v1
 """
@@ -31,8 +33,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, importlib, inspect, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, errno, importlib, inspect, json, linecache, math, os, platform, random, re, signal
+import subprocess, sys, time, traceback
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,35 +48,40 @@ import psutil
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
 Rate = Annotated[float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 
 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seed of everything random
+    seed: Seed = 1  # seed of everything random
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    compile: bool = False  # on CUDA: capture the update as a graph
+    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 50_000  # steps of each environment between checkpoints; 0: only at the end
+    checkpoint_every: int = 50_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
-    eval_seed: int = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations draw actions from the policy in place of the greedy ones
+    eval_seed: Seed = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
     log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film an episode of each evaluation
+    capture_video: bool = False  # film the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "Pendulum-v1"  # Gymnasium id; also module:Env-v0
@@ -95,6 +102,8 @@ class Args:
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
+    actor_weight_decay: Rate = 0.0  # times the weights of the actor, added to their gradient
+    critic_weight_decay: Rate = 0.0  # times the weights of the critics, added to their gradient
     max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
@@ -102,19 +111,25 @@ class Args:
     alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
     target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
-    reward_scale: float = 1.0  # rewards times this, for learning only
-    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers of the actor
-    critic_sizes: tuple[Count, ...] = (2048, 2048)  # and of the critics (both behind the CNN on images)
+    caps_temporal: Rate = 0.0  # weight of the distance between the actions of successive states
+    caps_spatial: Rate = 0.0  # weight of the distance between the actions of a state and of one near it
+    caps_epsilon: Rate = 0.05  # standard deviation of the noise that makes a state near another
+    clip_return: Rate = math.inf  # keep targets between minus this and this
+    clip_positive_returns: bool = False  # keep targets at 0 or below, where no reward is positive
+    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
+    critic_sizes: tuple[Count, ...] | None = (2048, 2048)  # widths in the critics; None: hidden_sizes
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
+    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
+    reward_scale: float = 1.0  # rewards times this, for learning only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def squashed_gaussian(mean, log_std, noise):
-    """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,) (appendix C).
+    """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,).
 
-    log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2); the logarithm of the slope is written so
-    that it stays exact where tanh(u) rounds to 1.
+    log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2) (Haarnoja et al. 2018, appendix C). The
+    logarithm of the slope is written so that it stays exact where tanh(u) rounds to 1.
     """
     u = mean + log_std.exp() * noise
     log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -123,64 +138,84 @@ def squashed_gaussian(mean, log_std, noise):
 
 
 def soft_value(q_values, log_prob, alpha):
-    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s) (eq. 3)."""
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s)."""
     return q_values.amin(dim=0) - alpha * log_prob
 
 
-def critic_loss(q_values, td_target):
-    """Sum over the critics (n, B) of their mean squared distance from y, td_target (B,) (DDPG eq. 4)."""
-    return (q_values - td_target).square().mean(dim=-1).sum()
+def critic_loss(q_values, y):
+    """Sum over the critics of the mean squared error of q_values (n, B), from the target y (B,)."""
+    return (q_values - y).square().mean(dim=-1).sum()
 
 
 def alpha_loss(log_alpha, entropy, target_entropy):
-    """-alpha E[log pi(a | s) + H] (eq. 18), with the policy's mean entropy in place of E[-log pi(a | s)]."""
+    """-alpha E[log pi(a | s) + H], with the policy's mean entropy in place of E[-log pi(a | s)]."""
     return log_alpha.exp() * (entropy - target_entropy)
+
+
+def caps_loss(action, near_action):
+    """Mean distance between the greedy actions (B, A) in states and in states near them, for a smooth policy
+    (CAPS, Mysore et al. 2021, arXiv 2012.06644)."""
+    return (action - near_action).norm(dim=-1).mean()
 
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
-    envs, obs, info = start_segment(args)
-    spaces = envs.single_observation_space, envs.single_action_space
-    agent = Agent(*spaces, args, device)
+    if args.learning_starts >= args.total_timesteps:
+        late = f"--learning-starts {args.learning_starts} is not before --total-timesteps"
+        raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
+    agent = Agent(*standard_spaces(args), args, device)
+    if args.caps_spatial and agent.obs_space.dtype == np.uint8:
+        raise UsageError("--caps-spatial adds noise to numbers, not to bytes: try --caps-temporal alone")
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
-    rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
-    actor_lr, critic_lr, alpha_lr = rates
-    graph = args.compile and device.type == "cuda"
-    actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_optimizer = Adam([(agent.critic.parameters(), critic_lr)], device, graph=graph)
+    actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
+    critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
+    alpha_lr = args.learning_rate if args.alpha_lr is None else args.alpha_lr
+    graph = args.cuda_graph and device.type == "cuda"
+    adam = lambda weights, lr, decay=0.0: Adam([(weights, lr)], device, graph=graph, weight_decay=decay)
+    actor_optimizer = adam(agent.actor.parameters(), actor_lr, args.actor_weight_decay)
+    critic_optimizer = adam(agent.critic.parameters(), critic_lr, args.critic_weight_decay)
+    alpha_optimizer = adam([agent.log_alpha], alpha_lr)
     for optimizer in (actor_optimizer, critic_optimizer):
         optimizer.param_groups[0]["betas"] = (0.5, 0.999)  # as in the paper
-    alpha_optimizer = Adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
-    buffer = ReplayBuffer(args, *spaces, device)
-    target_entropy = -math.prod(spaces[1].shape) if args.target_entropy is None else args.target_entropy
+    buffer = ReplayBuffer(args, agent.obs_space, agent.action_space, device)
+    reward_norm = ReplayedRewardNorm(args.gamma)
+    target_entropy = -agent.action_space.shape[0] if args.target_entropy is None else args.target_entropy
+    highest = 0.0 if args.clip_positive_returns else args.clip_return
 
     def update_critic(batch):
         """One gradient step of the critics on a batch of transitions (B, ...)."""
-        agent.eval().critic.train()  # the critics alone normalize by their batch
         obs, next_obs = agent.obs_norm(batch["obs"]), agent.obs_norm(batch["next_obs"])
         with torch.no_grad():
             next_action, log_prob = agent.policy(next_obs)
-        both_actions = torch.cat([batch["action"].flatten(1), next_action])
-        q_values, next_q_values = agent.critic(torch.cat([obs, next_obs]), both_actions).chunk(2, dim=1)
-        next_value = soft_value(next_q_values.detach(), log_prob, agent.log_alpha.detach().exp())
-        td_target = batch["reward"] + batch["discount"] * next_value
-        loss = critic_loss(q_values, td_target)
+        both_obs, both_actions = torch.cat([obs, next_obs]), torch.cat([batch["action"], next_action])
+        q_values, next_q_values = agent.critic(both_obs, both_actions, train=True).chunk(2, dim=1)
+        with torch.no_grad():
+            next_value = soft_value(next_q_values, log_prob, agent.log_alpha.exp())
+            y = batch["reward"] + batch["discount"] * next_value
+            y = y.clamp(-args.clip_return, highest)
+        loss = critic_loss(q_values, y)
         grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
         return {
             "loss/critic": loss.detach(), "grad/critic_norm": grad_norm,
-            "q/mean": q_values.detach().mean(), "q/target_mean": td_target.mean(),
+            "q/mean": q_values.detach().mean(), "q/target_mean": y.mean(),
         }  # fmt: skip
 
     def update_actor(batch):
         """One gradient step of the actor and one of the temperature."""
-        agent.eval().actor.train()  # the actor alone normalizes by its batch
         obs = agent.obs_norm(batch["obs"])
-        action, log_prob = agent.policy(obs)
+        action, log_prob = agent.policy(obs, train=True)
         alpha = agent.log_alpha.detach().exp()
         loss = -soft_value(agent.critic(obs, action), log_prob, alpha).mean()
+        greedy = lambda obs: agent.actor(obs)[0].tanh()
+        if args.caps_temporal:
+            next_action = greedy(agent.obs_norm(batch["next_obs"]))
+            loss = loss + args.caps_temporal * caps_loss(greedy(obs), next_action)
+        if args.caps_spatial:
+            near_action = greedy(obs + args.caps_epsilon * torch.randn_like(obs))
+            loss = loss + args.caps_spatial * caps_loss(greedy(obs), near_action)
         grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
         entropy = -log_prob.detach().mean()
         if args.auto_alpha:
@@ -192,64 +227,64 @@ def train(args: Args) -> np.ndarray:
 
     learn_critic = CudaGraph(update_critic) if graph else update_critic
     learn_actor = CudaGraph(update_actor) if graph else update_actor
-    run = Run(
-        args, args.num_envs, agent=agent, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer,
-        alpha_optimizer=alpha_optimizer, buffer=buffer,
-    )  # fmt: skip
-    if not args.auto_alpha:  # also where the resumed run had another one
-        nn.init.constant_(agent.log_alpha, math.log(args.alpha))
-    rewards, result = [], {}
-    while True:
-        # Pause: score, save, end, or go on from what was saved
-        if run.due(args.eval_every) and not run.signal:
-            run.evaluate()
-        if run.due(args.checkpoint_every * args.num_envs):
-            run.checkpoint()
-        if run.finished:
-            return run.close(envs)
-        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            buffer.cut()
-            rewards, result = [], {}
-        if args.anneal_lr:
-            for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
-                group = optimizer.param_groups[0]
-                group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+    parts = dict(agent=agent, buffer=buffer, reward_norm=reward_norm)
+    parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
+    parts["alpha_optimizer"] = alpha_optimizer
+    with Run(args, args.num_envs, **parts) as run:
+        if not args.auto_alpha:  # also where the resumed run had another one
+            nn.init.constant_(agent.log_alpha, math.log(args.alpha))
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+                envs, obs, info = run.start_segment()
+                buffer.cut()
+                reward_norm.start_segment()
+                rewards, metrics = [], {}  # since the last row of the log; of the last updates
+            if args.anneal_lr:
+                for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
+                    group = optimizer.param_groups[0]
+                    group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-        # Act and step
-        if args.normalize_obs:
-            agent.obs_norm.update(to_tensor(obs, device))
-        if run.env_steps < args.learning_starts:
-            if run.env_steps // args.num_envs % args.random_hold == 0 or run.saved_at == run.env_steps:
-                action = envs.action_space.sample()  # a new one also where a segment starts
-        else:
-            action = agent.act(obs, info, greedy=False)
-        next_obs, reward, terminated, truncated, next_info = envs.step(action)
-        done = terminated | truncated
-        run.count(reward, done)
-        rewards.append(reward)
+            # Act and step
+            if args.normalize_obs:
+                agent.obs_norm.update(to_tensor(obs, device))
+            if run.env_steps < args.learning_starts:
+                if run.env_steps // args.num_envs % args.random_hold == 0 or run.new_segment:
+                    action = envs.action_space.sample()  # a new one also where a segment starts
+            else:
+                action = agent.act(obs, info, greedy=False)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            done = terminated | truncated
+            run.count(next_obs, reward, done, next_info)
+            rewards.append(reward)
 
-        # Store
-        buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, terminated=terminated, done=done)
-        obs, info = reset_done(envs, next_obs, next_info, done)
+            # Store, with the rewards of the environment: options apply to them when they are replayed
+            ends = dict(terminated=terminated, done=done)
+            buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
+            if args.normalize_reward:
+                reward_norm.update(reward, done)
+            obs, info = reset_done(envs, next_obs, next_info, done)
 
-        # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
-        if run.env_steps >= args.learning_starts:
-            first = int(args.updates_per_step * (run.env_steps - args.num_envs))
-            for number in range(first, int(args.updates_per_step * run.env_steps)):
-                batch = buffer.sample(args.batch_size)
-                batch["reward"] *= args.reward_scale
-                result |= learn_critic(batch)
-                if number % args.policy_delay == 0:
-                    result |= learn_actor(batch)
+            # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
+            if run.env_steps >= args.learning_starts:
+                steps = run.env_steps - args.num_envs, run.env_steps
+                before, after = (int(args.updates_per_step * n) for n in steps)
+                for number in range(before, after):
+                    batch = buffer.sample(args.batch_size)
+                    batch["reward"] *= args.reward_scale
+                    if args.normalize_reward:
+                        batch["reward"] = reward_norm(batch["reward"])
+                    metrics |= learn_critic(batch)
+                    if number % args.policy_delay == 0:
+                        metrics |= learn_actor(batch)
 
-        # Log
-        if run.due(args.log_every):
-            run.log(result | {
-                "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
-                "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
-            })  # fmt: skip
-            rewards = []
+            # Log
+            if run.due(args.log_every, run.saved_at):
+                run.log(metrics | {
+                    "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
+                    "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
+                })  # fmt: skip
+                rewards = []
+    return np.array(run.returns)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -261,7 +296,7 @@ def orthogonal(layer, gain=2**0.5):
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -277,24 +312,36 @@ class NatureCNN(nn.Sequential):
 
 
 class Trunk(nn.Module):
-    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
+    """Observations (B, *layout.shape) to features (B, width): a CNN for each image, then an MLP."""
 
-    def __init__(self, space, hidden_sizes, activation):
+    def __init__(self, layout, hidden_sizes, activation):
         super().__init__()
-        self.cnn = NatureCNN(*space.shape) if len(space.shape) == 3 else nn.Identity()
-        sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
+        self.layout = layout
+        self.cnns = nn.ModuleList(NatureCNN(*shape) for shape in layout.images)
+        sizes = [self.features(torch.zeros(1, *layout.shape)).shape[1], *hidden_sizes]
         self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
+    def features(self, obs):
+        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        if obs.dim() == 4:  # one image and nothing else
+            return self.cnns[0](obs)
+        numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
+        shapes = zip(self.cnns, images, self.layout.images, strict=True)
+        return torch.cat([numbers, *(cnn(x.unflatten(1, shape)) for cnn, x, shape in shapes)], dim=1)
+
     def forward(self, obs):
-        x = self.cnn(obs)
+        x = self.features(obs) if self.layout.images or self.layout.masked else obs
         for layer in self.layers:
             x = self.activation(layer(x))
         return x
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with their own weights, in one product: (m, B, fan_in) to (m, B, fan_out), m <= n."""
+    """n linear layers with their own weights, in one product: (n, B, fan_in) to (n, B, fan_out).
+
+    A smaller input (m, B, fan_in) goes through the first m layers alone.
+    """
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
@@ -302,10 +349,12 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
-    def forward(self, x):  # a slice of all weights would cost time in the backward pass
-        weight, bias = (p if len(x) == len(p) else p[: len(x)] for p in (self.weight, self.bias))
+    def forward(self, x):
+        weight, bias = self.weight, self.bias
+        if len(x) < len(weight):
+            weight, bias = weight[: len(x)], bias[: len(x)]
         if weight.shape[2] == 1:  # for one output a sum of products is faster
-            return torch.linalg.vecdot(x, weight.mT)[..., None] + bias
+            return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
         return torch.baddbmm(bias, x, weight)
 
 
@@ -314,14 +363,14 @@ class BatchRenorm(nn.Module):
 
     def __init__(self, *shape, warmup):
         super().__init__()
+        self.warmup = warmup
         self.weight, self.bias = nn.Parameter(torch.ones(shape)), nn.Parameter(torch.zeros(shape))
         self.register_buffer("mean", torch.zeros(shape))
         self.register_buffer("std", torch.ones(shape))
         self.register_buffer("batches", torch.zeros(()))
-        self.warmup = warmup
 
-    def forward(self, x):
-        if not self.training:
+    def forward(self, x, train):
+        if not train:
             return (x - self.mean) * (self.weight / self.std) + self.bias
         mean = x.mean(dim=-2, keepdim=True)
         x = x - mean
@@ -341,17 +390,17 @@ class Critic(nn.Module):
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.encoder = Trunk(obs_space, (), args.activation)  # of images; vectors pass as they are
-        sizes = [self.encoder.width + math.prod(action_space.shape), *args.critic_sizes, 1]
-        norms = (BatchRenorm(2, 1, size, warmup=args.renorm_warmup) for size in sizes)
-        layers = (StackedLinear(2, *size) for size in pairwise(sizes))
-        self.layers = nn.ModuleList(map(nn.Sequential, norms, layers))
+        self.features = Trunk(obs_space, (), args.activation)  # the numbers, and a CNN's features of images
+        sizes = [self.features.width + action_space.shape[0], *(args.critic_sizes or args.hidden_sizes), 1]
+        self.norms = nn.ModuleList(BatchRenorm(2, 1, size, warmup=args.renorm_warmup) for size in sizes[:-1])
+        self.layers = nn.ModuleList(StackedLinear(2, *size) for size in pairwise(sizes))
         self.activation = getattr(F, args.activation)
 
-    def forward(self, obs, action):
-        x = torch.cat([self.encoder(obs), action.flatten(1)], dim=-1).expand(2, -1, -1)
-        for layer in self.layers[:-1]:
-            x = self.activation(layer(x))
+    def forward(self, obs, action, train=False):
+        x = torch.cat([self.features(obs), action], dim=-1).expand(2, -1, -1)
+        x = self.norms[0](x, train)
+        for layer, norm in zip(self.layers[:-1], self.norms[1:], strict=True):
+            x = norm(self.activation(layer(x)), train)
         return self.layers[-1](x).squeeze(-1)
 
 
@@ -360,14 +409,18 @@ class Actor(nn.Module):
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.trunk = Trunk(obs_space, args.hidden_sizes, args.activation)
-        self.head = orthogonal(nn.Linear(self.trunk.width, 2 * math.prod(action_space.shape)), gain=0.01)
-        norm = lambda layer: BatchRenorm(1, layer.in_features, warmup=args.renorm_warmup)
-        self.trunk.layers = nn.ModuleList(nn.Sequential(norm(layer), layer) for layer in self.trunk.layers)
-        self.head = nn.Sequential(norm(self.head), self.head)
+        self.features = Trunk(obs_space, (), args.activation)
+        sizes = [self.features.width, *args.hidden_sizes]
+        self.norms = nn.ModuleList(BatchRenorm(1, size, warmup=args.renorm_warmup) for size in sizes)
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
+        self.head = orthogonal(nn.Linear(sizes[-1], 2 * action_space.shape[0]), gain=0.01)
+        self.activation = getattr(F, args.activation)
 
-    def forward(self, obs):
-        mean, log_std = self.head(self.trunk(obs)).chunk(2, dim=-1)
+    def forward(self, obs, train=False):
+        x = self.norms[0](self.features(obs), train)
+        for layer, norm in zip(self.layers, self.norms[1:], strict=True):
+            x = norm(self.activation(layer(x)), train)
+        mean, log_std = self.head(x).chunk(2, dim=-1)
         return mean, log_std.clamp(-20, 2)
 
 
@@ -378,25 +431,24 @@ class Agent(nn.Module):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
             raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try ppo.py")
-        self.device, self.action_shape = device, action_space.shape
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_space, action_space, args)
         self.critic = Critic(obs_space, action_space, args)
         self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha)))
         self.to(device)
 
-    def policy(self, obs):
-        """Drawn actions (B, A) and their log_prob (B,)."""
-        mean, log_std = self.actor(obs)
+    def policy(self, obs, train=False):
+        """Sampled actions (B, A) and their log_prob (B,)."""
+        mean, log_std = self.actor(obs, train)
         return squashed_gaussian(mean, log_std, torch.randn_like(mean))
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, *action_space.shape) in a vector environment: greedy ones, or drawn."""
-        self.eval()  # an update leaves a network in training mode
-        obs = self.obs_norm(to_tensor(obs, self.device))
-        action = self.actor(obs)[0].tanh() if greedy else self.policy(obs)[0]
-        return action.cpu().numpy().reshape(-1, *self.action_shape)
+        """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density."""
+        mean, log_std = self.actor(self.obs_norm(to_tensor(obs, self.device)))
+        u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
+        return u.tanh().cpu().numpy()
 
 
 class RunningNorm(nn.Module):
@@ -420,68 +472,6 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# ------------------------------------------------------------------------------------------- replay memory
-class ReplayBuffer:
-    """The last buffer_size transitions, in a ring; those of one step of all environments lie side by side."""
-
-    def __init__(self, args, obs_space, action_space, device: torch.device):
-        self.num_envs, self.n_step, self.gamma, self.device = args.num_envs, args.n_step, args.gamma, device
-        self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
-        self.row = self.filled = 0  # where the next step goes; how many rows are in use
-        host, number = torch.device("cpu"), torch.zeros(())
-        obs, action = (to_tensor(np.zeros(x.shape, x.dtype), host) for x in (obs_space, action_space))
-        rows = dict(obs=obs, action=action, reward=number, next_obs=obs, terminated=number, done=number)
-        needed, free = self.size * sum(x.nbytes for x in rows.values()), free_memory(device)
-        text = f"{self.size} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
-        if needed > free:
-            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
-        print(f"a replay buffer of {text}")
-        self.data = {name: x.new_empty(self.size, *x.shape, device=device) for name, x in rows.items()}
-
-    def add(self, **step: np.ndarray) -> None:
-        """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
-        for name, x in step.items():
-            self.data[name][self.row : self.row + self.num_envs] = to_tensor(x, self.device)
-        self.filled = max(self.filled, self.row + self.num_envs)
-        self.row = (self.row + self.num_envs) % self.size
-
-    def cut(self) -> None:
-        """Ends the episodes in progress, for a new segment starts."""
-        newest = (self.row - self.num_envs) % self.size
-        self.data["done"][newest : newest + self.num_envs] = 1.0
-
-    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
-        """n-step transitions (B, ...) drawn from all: obs, action, reward, discount and next_obs.
-
-        They stop early, after k < n steps, where an episode or the record ends: reward is sum_{i<k} gamma^i
-        r_{t+i}, next_obs is s_{t+k}, discount is gamma^k, and 0 if s_{t+k} is terminal.
-        """
-        take = lambda name, row: self.data[name].index_select(0, row)
-        first = last = torch.randint(self.filled, (batch_size,), device=self.device)
-        newest = (self.row - self.num_envs) % self.size
-        reward, discount = take("reward", first), torch.full((batch_size,), self.gamma, device=self.device)
-        for _ in range(self.n_step - 1):
-            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest // self.num_envs)
-            last = torch.where(goes_on, (last + self.num_envs) % self.size, last)
-            reward += goes_on * discount * take("reward", last)
-            discount = torch.where(goes_on, self.gamma * discount, discount)
-        discount = discount * (1 - take("terminated", last))
-        obs, action, next_obs = take("obs", first), take("action", first), take("next_obs", last)
-        return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
-
-    def state_dict(self) -> dict:
-        """The rows in use. A tensor would be saved with all of its storage, so each is cut in NumPy."""
-        rows = {name: torch.from_numpy(x[: self.filled].cpu().numpy()) for name, x in self.data.items()}
-        return rows | dict(row=self.row, size=self.size, num_envs=self.num_envs)
-
-    def load_state_dict(self, state: dict) -> None:
-        if (state["size"], state["num_envs"]) != (self.size, self.num_envs):
-            raise ValueError("its replay buffer has another shape: keep --buffer-size and --num-envs")
-        self.row, self.filled = state["row"], len(state["reward"])
-        for name, x in self.data.items():
-            x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
-
-
 # Own trials. Critics of 2048 units, the paper's, need a GPU: two cores carry 128, and 256 on HalfCheetah
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
@@ -498,6 +488,7 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
+# --- arguments
 def make_args(env_id: str, **changes) -> Args:
     """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
     env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
@@ -512,29 +503,37 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
         try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
             raise UsageError(f"{path} is not of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
-def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments and picks the device."""
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # the type, or the types inside it
-            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
-                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
-                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                    raise UsageError(f"{value}: must be from {low} to {high}")
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
-        os.environ["MUJOCO_GL"] = "egl"
-        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds none here; cpu always works")
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
     return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -543,70 +542,279 @@ def set_seed(seed: int) -> None:
         seed_library(seed)
 
 
-def standardize(env: gym.Env) -> gym.Env:
-    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
-    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
-    space, actions = env.observation_space, env.action_space
-    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
-    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
-        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    if not image and env.observation_space.dtype not in (np.float32, np.float64):
-        env = gym.wrappers.DtypeObservation(env, np.float32)
-    if isinstance(actions, Box) and actions.dtype.kind == "f":
-        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.RescaleAction(env, low, high)
-        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
-    elif isinstance(actions, MultiBinary):
-        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
-    elif not isinstance(actions, (Discrete, MultiDiscrete)):
-        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
-    elif np.any(actions.start):
-        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
-        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
-    return env
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks get them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """A function that makes one array of an observation, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
+    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 where actions are no choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it: the two maps, a float as reward, and little of info.
+
+    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
+    they are numbers; the rest goes, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def todays_name(env_id: str) -> str:
+    """A hint where an environment has another name today, as Atari games and old versions."""
+    with contextlib.suppress(ImportError):
+        gym.register_envs(importlib.import_module("ale_py"))
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id))
+    names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
+    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+
+
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    return StandardEnv(gym.make(args.env_id, **{**args.env_kwargs, **kwargs}), args, mask_in_info)
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
+    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    training = os.getpid()
 
-    def make_env():
-        if os.getpid() != training:  # in a process of its own: the training decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return standardize(gym.make(args.env_id, **kwargs))
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
 
     try:
         if args.env_id.startswith("ALE/"):
-            gym.register_envs(importlib.import_module("ale_py"))
-            kwargs = {"reward_clipping": False, **kwargs}
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
-        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
+            return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+            sys.path.append("")
+        env, mask_in_info = make_env(args, **kwargs), False
+        if env.choices:  # whether info has a mask, only a reset tells
+            env.reset()
+            mask_in_info = "action_mask" in env.info
+        env.close()
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+        return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
             raise  # a bug of the environment keeps its traceback
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+        raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
-def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
+def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    gym.register_envs(importlib.import_module("ale_py"))
+    envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
+    to_array, layout = observation_map(envs.single_observation_space)
+    if layout.shape != envs.single_observation_space.shape:  # color
+        stack = lambda obs: np.stack([to_array(x) for x in obs])
+        envs = gym.wrappers.vector.TransformObservation(envs, stack, single_observation_space=layout)
+    to_action, actions = action_map(envs.single_action_space)
+    if isinstance(actions, Box):
+        stack = lambda action: np.stack([to_action(x) for x in action])
+        envs = gym.wrappers.vector.TransformAction(envs, stack, single_action_space=actions)
+    envs.single_observation_space = layout
+    return envs
 
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
-    """
-    if old_envs is not None:
-        old_envs.close()
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -615,16 +823,115 @@ def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) ->
     return obs, info
 
 
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Stops before a number that is not finite is learned from, and names it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
+
+
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+# --- replay memory
+class ReplayBuffer:
+    """The last buffer_size transitions, in a ring where those of the same step are neighbors."""
+
+    def __init__(self, args, obs_space, action_space, device: torch.device):
+        self.num_envs, self.n_step, self.gamma, self.device = args.num_envs, args.n_step, args.gamma, device
+        self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
+        self.position = self.filled = 0  # where the next step goes; how many transitions there are
+        (action_size,), obs_bytes = action_space.shape, math.prod(obs_space.shape) * obs_space.dtype.itemsize
+        needed, free = self.size * (2 * obs_bytes + 4 * action_size + 12), free_memory(device)
+        text = f"{self.size:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
+        if needed > free:
+            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
+        say(f"a replay buffer of {text}")
+        empty = lambda *shape, dtype=torch.float32: torch.empty(self.size, *shape, dtype=dtype, device=device)
+        obs_dtype = torch.uint8 if obs_space.dtype == np.uint8 else torch.float32
+        self.data = dict(
+            obs=empty(*obs_space.shape, dtype=obs_dtype), action=empty(action_size), reward=empty(),
+            next_obs=empty(*obs_space.shape, dtype=obs_dtype), terminated=empty(), done=empty(),
+        )  # fmt: skip
+
+    def add(self, **step: np.ndarray) -> None:
+        """One step of all environments, (num_envs, ...) each; next_obs is the true successor."""
+        for name, x in step.items():
+            self.data[name][self.position : self.position + self.num_envs] = to_tensor(x, self.device)
+        self.filled = max(self.filled, self.position + self.num_envs)
+        self.position = (self.position + self.num_envs) % self.size
+
+    def cut(self) -> None:
+        """Ends the episodes in progress where a new segment starts."""
+        newest = (self.position - self.num_envs) % self.size
+        self.data["done"][newest : newest + self.num_envs] = 1.0
+
+    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """n-step transitions (B, ...) drawn from all: obs, action, reward, discount and next_obs.
+
+        They stop early, after k < n steps, where an episode or the buffer ends: reward is sum_{i<k} gamma^i
+        r_{t+i}, next_obs is s_{t+k}, discount is gamma^k, and 0 if s_{t+k} is terminal.
+        """
+        take = lambda name, index: self.data[name].index_select(0, index)
+        first = last = torch.randint(self.filled, (batch_size,), device=self.device)
+        newest = (self.position - self.num_envs) % self.size
+        reward, discount = take("reward", first), torch.full((batch_size,), self.gamma, device=self.device)
+        for _ in range(self.n_step - 1):
+            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest // self.num_envs)
+            last = torch.where(goes_on, (last + self.num_envs) % self.size, last)
+            reward += goes_on * discount * take("reward", last)
+            discount = torch.where(goes_on, self.gamma * discount, discount)
+        discount = discount * (1 - take("terminated", last))
+        obs, action, next_obs = take("obs", first), take("action", first), take("next_obs", last)
+        return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
+
+    def state_dict(self) -> dict:
+        """What is filled. Of a slice of a tensor torch would save the whole, so NumPy slices it."""
+        data = {name: torch.from_numpy(x[: self.filled].cpu().numpy()) for name, x in self.data.items()}
+        return data | dict(position=self.position, size=self.size, num_envs=self.num_envs)
+
+    def load_state_dict(self, state: dict) -> None:
+        if (state["size"], state["num_envs"]) != (self.size, self.num_envs):
+            raise ValueError("its replay buffer has another shape: keep --buffer-size and --num-envs")
+        self.position, self.filled = state["position"], len(state["reward"])
+        for name, x in self.data.items():
+            x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
+
+
+class ReplayedRewardNorm(nn.Module):
+    """Rewards over the standard deviation of the running discounted return, clipped to +-10.
+
+    They are divided when they are replayed, so that old and new transitions have one scale.
+    """
+
+    def __init__(self, gamma: float):
+        super().__init__()
+        self.gamma, self.statistics = gamma, RunningNorm(())
+        self.start_segment()
+
+    def start_segment(self) -> None:
+        self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
+
+    def update(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Adds the rewards and episode ends (num_envs,) of the step that follows the last call."""
+        return_ = reward + self.gamma * self.return_
+        self.statistics.update(torch.from_numpy(return_))
+        self.return_ = return_ * ~done
+
+    def forward(self, reward: torch.Tensor) -> torch.Tensor:
+        return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+# --- optimizer
 class Adam(torch.optim.Adam):
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
 
-    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
     """
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
@@ -632,12 +939,13 @@ class Adam(torch.optim.Adam):
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
 
-    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
-        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
-        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes what the steps have left; rates and the like stay those of the command line."""
+        """Restores the moments; learning rates and other settings keep their current values."""
         state = state | {"param_groups": self.state_dict()["param_groups"]}
         inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
@@ -646,8 +954,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[to
     """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
     norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
-    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    if max_norm < math.inf:
+        scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
     return norms
 
 
@@ -690,51 +999,106 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
-
-    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
-    untouched: own environments, own random numbers.
-    """
-    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
-    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-    playing, t, states = np.ones(n, dtype=bool), 0, (random.getstate(), np.random.get_state())
-    agent.eval()
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Environments and random numbers apart from those of the training, which is left as it was."""
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        render = {"render_mode": "rgb_array"} if film and not atari else {}
-        envs = make_envs(replace(args, async_envs=False), n, **render)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
+
+    Returns the return of each, and the means of what is measured; success only where info tells it.
+    """
+    n = args.eval_episodes
+    totals = np.zeros((4, n))  # return, discounted return, length, terminations
+    success, playing, t = np.full(n, np.nan), np.ones(n, dtype=bool), 0
+    with evaluation_envs(args, agent, n) as envs:
         obs, info = envs.reset(seed=args.eval_seed)
-        if film and atari:  # a vector of games is gray: a twin in colour plays the same game
-            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
-            twin.reset(seed=args.eval_seed)
         while playing.any() and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            if film and playing[0]:
-                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
-                if not isinstance(frame, np.ndarray):
-                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-                if t == 0:  # VP9: browsers play it
-                    codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
-                    writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
-                writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
-            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
-            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            check_step(next_obs, reward, t)
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & next_info.keys():
+                told = playing & next_info[f"_{key}"]
+                success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
             info |= next_info  # what else a policy keeps in it stays, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
-        envs.close()
-    agent.train()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
-    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
-    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
-    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, totals[1:], strict=True)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return totals[0], metrics
 
 
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films the first episode of an evaluation in VP8, which browsers play, at up to 30 frames a second."""
+    atari, writer, done, t = args.env_id.startswith("ALE/"), None, np.zeros(1, dtype=bool), 0
+    with evaluation_envs(args, agent, 1, **({} if atari else {"render_mode": "rgb_array"})) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        if atari:  # a vector of games is gray: a twin in color plays the same game
+            color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
+            twin.reset(seed=args.eval_seed)
+        fps = envs.metadata.get("render_fps") or 15
+        every = math.ceil(fps / 30)
+        while not done[0] and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, _, terminated, truncated, next_info = envs.step(action)
+            frame = as_frame(twin.step(action)[0][0] if atari else envs.envs[0].render(), args.env_id)
+            if writer is None:
+                size = frame.shape[1::-1]
+                writer = open_film(path, fps / every, size)
+            if t % every == 0:
+                writer.write(frame if frame.shape[1::-1] == size else cv2.resize(frame, size))
+            done, t = terminated | truncated, t + 1
+            obs, info = reset_done(envs, next_obs, info | next_info, done)
+    if writer is not None:
+        writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
 def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
@@ -744,35 +1108,70 @@ def load(path: str | Path) -> dict:
         raise UsageError(f"cannot load {path}: {error}") from None
 
 
-def load_policy(path: str | Path):
-    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+class Policy:
+    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+
+    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
+    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
-    return agent.eval().act
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
 
 
+# --- the run
 class Run:
-    """The folder of a run: its counters, log, evaluations and checkpoints.
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
     chunk is the number of environment steps between two pauses. parts are all that learning depends on,
     objects with state_dict and load_state_dict; agent is what plays.
     """
 
     def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
-        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
-        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
-        script = Path(sys.modules[train.__module__].__file__)
-        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
+        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
-        if not args.evaluate:
-            self.open(script)
 
     def load(self, path: Path) -> None:
         """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
@@ -782,7 +1181,7 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
@@ -792,17 +1191,65 @@ class Run:
         else:
             self.folder = path if path.is_dir() else path.parent
 
-    def open(self, script: Path) -> None:
+    def __enter__(self):
+        self.open()
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        quiet = (
+            contextlib.suppress(Exception) if error else contextlib.nullcontext()
+        )  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args, self.progress = self.args, self.folder / "progress.jsonl"
-        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -811,58 +1258,105 @@ class Run:
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
-        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
         self.started_at = time.perf_counter() - self.seconds
-        print(f"run folder: {self.folder}")
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, as the environment gave it."""
         self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
         for i in done.nonzero()[0]:
-            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
-            self.episode_return[i] = self.episode_length[i] = 0
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
-    def due(self, every: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+    def due(self, every: int, last: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
         now = self.finished or every > 0 and self.env_steps % every < self.chunk
-        return now and self.saved_at < self.env_steps
+        return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
-        args, film = self.args, None
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
-            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
-            film.parent.mkdir(exist_ok=True)
-        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
-        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
-        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
-        if args.evaluate or self.signal:
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short, and is made up for after --resume
             return returns
-        self.returns = returns.tolist()
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
-        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
         if returns.mean() > self.best:
             self.best = float(returns.mean())
-            self.save("best.pt", agent=self.parts["agent"])
+            self.save("best.pt", agent=agent)
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
@@ -870,7 +1364,9 @@ class Run:
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
-            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.seconds = time.perf_counter() - self.started_at
@@ -884,14 +1380,15 @@ class Run:
     def check_finite(self, values: dict) -> None:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
-            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
@@ -900,34 +1397,35 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves all that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that what follows depends on; episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
-        self.episode_return[:] = self.episode_length[:] = 0
+        self.running[:] = 0
 
-    def close(self, envs) -> np.ndarray:
-        """Returns the returns of the last evaluation, one per episode."""
-        envs.close()
-        self.writer.close()
-        self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.signal:
-            go_on = f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
-            sys.exit(128 + self.signal)
-        return np.array(self.returns)
+
+def action_text(space) -> str:
+    """What a policy decides, for people."""
+    if isinstance(space, Box):
+        return f"{math.prod(space.shape)} numbers"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        train(parse_args())
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class Args:
     anneal_lr: bool = False  # learning rates fall linearly to 0
     actor_weight_decay: Rate = 0.0  # times the weights of the actor, added to their gradient
     critic_weight_decay: Rate = 0.0  # times the weights of the critics, added to their gradient
-    max_grad_norm: Rate = math.inf  # global norm at which each gradient is clipped; inf: never
+    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
     gamma: Share = 0.99  # discount
     n_step: Count = 1  # rewards before the value takes over
     tau: Share = 0.005  # share of the new weights in each update of the target networks
@@ -216,8 +216,9 @@ def train(args: Args) -> np.ndarray:
 
     learn_critic = CudaGraph(update_critic) if graph else update_critic
     learn_actor = CudaGraph(update_actor) if graph else update_actor
-    parts = dict(agent=agent, actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
-    with Run(args, args.num_envs, **parts, buffer=buffer, reward_norm=reward_norm) as run:
+    parts = dict(agent=agent, buffer=buffer, reward_norm=reward_norm)
+    parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
+    with Run(args, args.num_envs, **parts) as run:
         while run.pause():  # evaluates and saves when due; False at the end
             if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
                 envs, obs, info = run.start_segment()
@@ -226,7 +227,8 @@ def train(args: Args) -> np.ndarray:
                 rewards, metrics = [], {}  # since the last row of the log; of the last updates
                 noise = np.zeros((args.num_envs, *agent.action_space.shape), dtype=np.float32)
             if args.anneal_lr:
-                for group in actor_optimizer.param_groups + critic_optimizer.param_groups:
+                for optimizer in (actor_optimizer, critic_optimizer):
+                    group = optimizer.param_groups[0]
                     group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
             # Act and step
@@ -418,30 +420,6 @@ class RunningNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
-
-
-class ReplayedRewardNorm(nn.Module):
-    """Rewards over the standard deviation of the running discounted return, clipped to +-10.
-
-    They are divided when they are replayed, so that old and new transitions have one scale.
-    """
-
-    def __init__(self, gamma: float):
-        super().__init__()
-        self.gamma, self.statistics = gamma, RunningNorm(())
-        self.start_segment()
-
-    def start_segment(self) -> None:
-        self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
-
-    def update(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Adds the rewards and episode ends (num_envs,) of the step that follows the last call."""
-        return_ = reward + self.gamma * self.return_
-        self.statistics.update(torch.from_numpy(return_))
-        self.return_ = return_ * ~done
-
-    def forward(self, reward: torch.Tensor) -> torch.Tensor:
-        return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
 # Own trials, those of MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml. BipedalWalker,
@@ -879,6 +857,30 @@ class ReplayBuffer:
         self.position, self.filled = state["position"], len(state["reward"])
         for name, x in self.data.items():
             x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
+
+
+class ReplayedRewardNorm(nn.Module):
+    """Rewards over the standard deviation of the running discounted return, clipped to +-10.
+
+    They are divided when they are replayed, so that old and new transitions have one scale.
+    """
+
+    def __init__(self, gamma: float):
+        super().__init__()
+        self.gamma, self.statistics = gamma, RunningNorm(())
+        self.start_segment()
+
+    def start_segment(self) -> None:
+        self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
+
+    def update(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Adds the rewards and episode ends (num_envs,) of the step that follows the last call."""
+        return_ = reward + self.gamma * self.return_
+        self.statistics.update(torch.from_numpy(return_))
+        self.return_ = return_ * ~done
+
+    def forward(self, reward: torch.Tensor) -> torch.Tensor:
+        return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
 # --- optimizer

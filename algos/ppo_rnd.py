@@ -1,8 +1,8 @@
-"""Random Network Distillation (Burda et al. 2018, arXiv 1810.12894): PPO with a second reward for novelty, which
-is the error of a predictor that learns, on the observations seen so far, the outputs of a fixed random network.
+"""Random Network Distillation (Burda et al. 2018, arXiv 1810.12894): PPO with a second reward for new states,
+the error of a predictor that learns what a fixed random network makes of the observations seen so far.
 
     novelty    i_t = ||f'(s_{t+1}) - f(s_{t+1})||^2, f fixed and random, f' trained to lower it     (sec. 2.2)
-    returns    those of r_t end with the episode, those of i_t never do, since what is new stays new(sec. 2.3)
+    returns    those of r_t end with the episode; those of i_t never do: novelty outlasts it        (sec. 2.3)
     advantage  A_t = c_E A_t(r, V_E, gamma) + c_I A_t(i, V_I, gamma_I), for L_CLIP of ppo.py        (sec. 2.3)
     scale      i_t over the running deviation of sum_k gamma_I^k i_{t-k}; f and f' see whitened
                observations, clipped to +-5                                                         (sec. 2.4)
@@ -218,19 +218,22 @@ def train(args: Args) -> np.ndarray:
     learn = CudaGraph(update) if graph else update
     parts = dict(agent=agent, novelty=novelty, optimizer=optimizer)
     with Run(args, batch_size, **parts, reward_norm=reward_norm, intrinsic_norm=intrinsic_norm) as run:
+        if run.saved_at < 0:  # a new run; a resumed one has the normalizer of its checkpoint
+            run.envs = make_envs(args, args.num_envs)
+            obs, info = run.envs.reset(seed=segment_seed(args, 0))
+            for _ in range(0, args.initial_obs_steps, args.num_envs):
+                action = agent.act(obs, info, greedy=False)
+                next_obs, reward, terminated, truncated, next_info = run.envs.step(action)
+                check_step(next_obs, reward, 0)
+                novelty.obs_norm.update(novelty.newest(to_tensor(next_obs, device)))
+                obs, info = reset_done(run.envs, next_obs, next_info, terminated | truncated)
+            close_envs(run.envs, kill=False)
+            run.envs = None
         while run.pause():  # evaluates and saves when due; False at the end
             if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
                 envs, obs, info = run.start_segment()
                 reward_norm.start_segment()
                 intrinsic_norm.start_segment()
-                if run.env_steps == 0:
-                    for _ in range(0, args.initial_obs_steps, args.num_envs):
-                        action = agent.act(obs, info, greedy=False)
-                        next_obs, reward, terminated, truncated, next_info = envs.step(action)
-                        check_step(next_obs, reward, 0)
-                        novelty.obs_norm.update(novelty.newest(to_tensor(next_obs, device)))
-                        obs, info = reset_done(envs, next_obs, next_info, terminated | truncated)
-                    envs, obs, info = run.start_segment()
             if args.anneal_lr:
                 for group in optimizer.param_groups:
                     group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))

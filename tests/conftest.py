@@ -23,13 +23,14 @@ import odd_envs
 import probe_envs
 import pytest
 import torch
-from gymnasium.spaces import Box, Discrete
+from gymnasium.spaces import Box
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 ALGOS = Path(os.environ.get("PLAINRL_ALGOS", ROOT / "algos")).resolve()
 NAMES = sorted(path.stem for path in ALGOS.glob("*.py"))
 CPU = torch.device("cpu")
+AGENTS = {}  # of the scripts that were loaded
 
 # A training of a second or less; a script takes the fields that its Args has.
 TINY = dict(
@@ -44,17 +45,15 @@ TINY = dict(
     extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,),
 )  # fmt: skip
 EXPERT = """
-class Policy:
-    def __init__(self, agent, env):
-        self.space = env.env.action_space
+def load_policy(path):
+    space, agent = standard_spaces(Args(**load(path)["args"]))[1], nn.Identity()
 
-    def reset(self):
-        pass
+    def act(obs, info):
+        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
+        return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
 
-    def __call__(self, obs, info=None, greedy=True):
-        obs = np.asarray(obs)
-        action = 3.0 * np.sign(-obs[:, :1]) if isinstance(self.space, Box) else (obs[:, 0] < 0).astype(int)
-        return np.broadcast_to(action.reshape(len(obs), *[1] * len(self.space.shape)), (len(obs), *self.space.shape))
+    agent.act = act
+    return Policy(agent, None)
 """  # steers the walk back to 0, beyond the bounds of the actions
 
 
@@ -65,11 +64,17 @@ def load_script(name: str, path: Path | None = None):
     spec = importlib.util.spec_from_file_location(name, path or ALGOS / f"{name}.py")
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    AGENTS[name] = getattr(module, "Agent", None)  # a test may put another one in its place
     return module
 
 
 def has(module, name: str) -> bool:
     return name in {field.name for field in fields(module.Args)}
+
+
+def plays(module) -> bool:
+    """Whether its steps are those of environments; those of a supervised script are of the gradient."""
+    return not has(module, "expert")
 
 
 def scripts_with(*names: str) -> list[str]:
@@ -84,7 +89,7 @@ def takes(name: str, kind: str) -> bool:
     observation, action = Box(-1, 1, (2,)), probe_envs.action_spaces()[kind]
     args = module.Args(**{key: value for key, value in TINY.items() if has(module, key)})
     try:
-        module.Agent(module.observation_map(observation)[1], module.action_map(action)[1], args, CPU)
+        AGENTS[name](module.observation_map(observation)[1], module.action_map(action)[1], args, CPU)
     except module.UsageError:
         return False
     return True
@@ -143,9 +148,9 @@ def short(module, env: str = "Walk", run_dir="run", env_kwargs: dict | None = No
     return tiny(module, run_dir, **where | plain | changes)
 
 
-def quick(module, env: str = "Walk", **changes):
+def quick(module, env: str = "Walk", run_dir="run", **changes):
     """Trains with the arguments of short. Returns what train does."""
-    return module.train(short(module, env, **changes))
+    return module.train(short(module, env, run_dir, **changes))
 
 
 def flags(args) -> list[str]:
@@ -219,7 +224,7 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-# ------------------------------------------------------------------------------------------- what a run leaves
+# ------------------------------------------------------------------------------------------ what a run leaves
 def progress(run_dir="run") -> list[dict]:
     """Rows of progress.jsonl without what a clock measured."""
     rows = [json.loads(line) for line in (Path(run_dir) / "progress.jsonl").read_text().splitlines()]

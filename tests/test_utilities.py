@@ -251,9 +251,11 @@ def test_rewards_are_divided_by_the_deviation_of_their_discounted_sums(ppo):
     std = torch.stack(sums).double().std(correction=0)
     assert torch.allclose(norm.statistics.var.sqrt(), std, rtol=1e-5)
     assert torch.allclose(halves[1], (reward[20:] / std).float(), atol=1e-4)
-    assert norm(torch.full((1, 2), 1e9), torch.zeros(1, 2)).max() == 10
+    outlier = torch.zeros(500, 2)
+    outlier[0] = 1e6
+    assert norm(outlier, done[:1].expand(500, 2)).max() == 10
     norm.start_segment()  # sums of the episodes before are forgotten, statistics are not
-    assert norm.return_ == 0 and norm.statistics.count == 102
+    assert norm.return_ == 0 and norm.statistics.count == 1100
 
 
 # ------------------------------------------------------------------------------------------------ optimizers
@@ -393,7 +395,7 @@ def test_a_frame_of_any_kind_is_filmed(ppo, kind):
     quick(ppo, "Films", env_kwargs={"render": kind}, total_timesteps=1, eval_every=10**9, capture_video=True)
     shots, (height, width) = frames("run/videos/0.webm"), (48, 66) if kind == "grow" else (48, 64)
     height, width = odd_envs.Films.SHAPES.get(kind, (height, width))[:2]
-    assert len(shots) == 10 and shots[0].shape == (height, width, 3)
+    assert len(shots) == 10 and shots[0].shape == (height // 2 * 2, width // 2 * 2, 3)  # VP8 is of even size
     if kind != "grow":  # brighter from step to step
         assert np.allclose([shot.mean() for shot in shots], 20 * np.arange(1, 11), atol=12)
 
@@ -628,8 +630,7 @@ def test_evaluate_writes_nothing(ppo):
 
 
 def test_due_is_true_once_for_each_multiple(ppo):
-    run = object.__new__(ppo.Run)
-    run.args, run.signal, run.best = replace(tiny(ppo), total_timesteps=10**6), 0, 0.0
+    run = ppo.Run(tiny(ppo, total_timesteps=10**6), 1, agent=torch.nn.Identity())
     for chunk in (1, 3, 7, 64):
         run.chunk, done_at = chunk, []
         for run.env_steps in range(0, 1000, chunk):
