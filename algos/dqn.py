@@ -798,10 +798,11 @@ class StandardEnv(gym.Wrapper):
 
     def __init__(self, env, args, mask_in_info: bool = False):
         super().__init__(env)
-        self.id, self.mask_in_info = args.env_id, mask_in_info
-        self.keys = {"is_success", "success", *args.info_keys}
         self.choices, space = num_choices(env.action_space), env.observation_space
-        if mask_in_info:
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
             space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
         self.to_array, self.observation_space = observation_map(space)
         self.to_action, self.action_space = action_map(env.action_space)
@@ -1158,7 +1159,9 @@ def load_policy(path: str | Path) -> Policy:
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
     if not args.env_id.startswith("ALE/"):
-        return Policy(agent, make_env(args, agent.obs_space.masked))
+        env = make_env(args)
+        in_info = agent.obs_space.masked and not env.masked  # where the mask comes from
+        return Policy(agent, StandardEnv(env.env, args, in_info))
     games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
     games.observation_space, games.action_space = agent.obs_space, agent.action_space
     return Policy(agent, StandardEnv(games, args))

@@ -2,7 +2,7 @@
 policy-gradient step on a few episodes of a new task makes a good policy for that task.
 
     inner step  theta'_i = theta - inner_lr grad L_i(theta)      on episodes of task i by pi_theta    (alg. 3)
-    inner loss  L_i(theta) = -E[log pi_theta(a_t | s_t) A_t]                    its gradient is that of eq. 4
+    inner loss  L_i(theta) = -E[log pi_theta(a_t | s_t) A_t]                 whose gradient is that of eq. 4
     outer step  theta <- theta - outer_lr grad_theta sum_i L_i(theta'_i)      on new episodes by pi_theta'_i,
                 through the inner steps (eq. 1). vpg: this; ppo: with PPO's clipped ratio; trpo: as far as
                 the KL divergence between the adapted policies, old and new, allows, as in the paper
@@ -11,13 +11,14 @@ policy-gradient step on a few episodes of a new task makes a good policy for tha
 Differences from the paper:
  1. Advantages are normalized within a task, and gradients are means over steps, not sums.
  2. trpo: products with the Hessian of the KL divergence are exact, by double backward.
- 3. ppo after its first epoch and trpo in its line search know the inner step of the present theta on episodes
-    of the old one: its loss has their log-probabilities under the present theta, without a ratio.
- 4. PointNavigation-v0 goes on at its goal until the horizon; velocities of HalfCheetahVel-v0 reach to 3.
- 5. The horizon ends the return, for the baseline knows the time. Each environment plays one episode for each
-    policy; what is over early steps on, unseen, but counted, until all are over.
+ 3. ppo after its first epoch and trpo in its line search take the inner step of the current theta on episodes
+    of the old one: its loss uses their log-probabilities under the current theta, without a ratio.
+ 4. PointNavigation-v0 continues at its goal until the horizon; velocities of HalfCheetahVel-v0 go up to 3.
+ 5. The horizon ends the return, since the baseline knows the time. Each environment plays one episode for
+    each policy. Those that end early keep stepping until all are over: these steps are counted, but nothing
+    is learned from them.
  6. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
-    the space; they are clipped only on their way into the environment. There are no other actions.
+    the space; they are clipped only on their way into the environment.
  7. An evaluation scores a greedy episode on each of its held-out tasks, after one inner step.
 
     python algos/maml.py --env-id PointNavigation-v0
@@ -29,7 +30,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+import contextlib, errno, inspect, json, linecache, math, os, platform, random, signal, subprocess, sys, time
+import traceback
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import pairwise
@@ -43,14 +45,16 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
 Rate = Annotated[float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
@@ -59,24 +63,25 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seed of everything random
+    seed: Seed = 1  # seed of everything random
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 4_000  # steps of each environment between checkpoints; 0: only at the end
+    checkpoint_every: int = 4_000  # steps per environment between checkpoints; 0: only at the end
     eval_every: int = 800_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: Count = 40  # held-out tasks of one evaluation
     eval_inner_steps: Count = 3  # inner steps on each of them; it is scored before and after each
-    eval_seed: int = 10_000_000  # seed of all evaluations and their tasks
-    sample_actions: bool = False  # evaluations draw the actions that they score, too
-    capture_video: bool = False  # film a task of each evaluation, before and after one step
+    eval_seed: Seed = 10_000_000  # seed of all evaluations and their tasks
+    sample_actions: bool = False  # evaluations sample the actions that they score, too
+    capture_video: bool = False  # film the first task of each evaluation, before and after one step
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # tasks
     env_id: str = "PointNavigation-v0"  # family of tasks: see the section of them; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    horizon: Count = 100  # steps of an episode at most
+    horizon: Count = 100  # most steps of an episode
     meta_batch_size: Count = 20  # tasks of one outer step
     episodes_per_task: Count = 20  # episodes of each task before each inner step and after the last one
     async_envs: bool = False  # one process per environment, for slow ones
@@ -85,7 +90,7 @@ class Args:
     total_timesteps: Count = 8_000_000  # environment steps, rounded up to whole outer steps
     inner_steps: Annotated[int, (0, math.inf)] = 1  # 0: one policy for all tasks, nothing is adapted
     inner_lr: Rate = 0.1  # alpha of the paper, size of an inner step
-    first_order: bool = False  # the outer gradient takes those of the inner steps for constants
+    first_order: bool = False  # the outer gradient treats those of the inner steps as constants
     outer: Literal["vpg", "ppo", "trpo"] = "trpo"  # how theta learns
     outer_lr: Rate = 1e-2  # vpg, ppo: step size of Adam
     outer_epochs: Count = 5  # ppo: gradient steps on each batch of tasks
@@ -94,12 +99,12 @@ class Args:
     cg_iterations: Count = 10  # trpo: steps of conjugate gradient
     cg_tolerance: Rate = 1e-10  # trpo: squared residual at which conjugate gradient ends
     hvp_damping: Rate = 1e-5  # trpo: multiple of the identity added to the Hessian
-    backtrack_ratio: Share = 0.8  # trpo: by which the step shrinks
-    max_backtracks: Count = 15  # trpo: sizes that are tried before it is given up
+    backtrack_ratio: Share = 0.8  # trpo: factor by which the step shrinks
+    max_backtracks: Count = 15  # trpo: sizes that are tried before the step is given up
     gamma: Share = 0.99  # discount
     hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
-    log_std_init: float = 0.0  # log standard deviation of Box actions at first
+    log_std_init: float = 0.0  # initial log standard deviation of Box actions
 
     @property
     def num_envs(self) -> int:
@@ -116,8 +121,8 @@ def compute_returns(reward, done, gamma):
 
 
 def fit_baseline(obs, t, return_, playing):
-    """V (tasks, B): least squares on the returns of the steps that count, of each task (Duan et al. 2016,
-    arXiv 1604.06778: the linear feature baseline). obs is (tasks, B, D), all other (tasks, B)."""
+    """V (tasks, B): least squares on the returns of the steps that count, for each task (Duan et al. 2016,
+    arXiv 1604.06778: the linear feature baseline). obs is (tasks, B, D), everything else (tasks, B)."""
     x, t = obs.double().clamp(-10, 10), t.double()[..., None] / 100
     x = torch.cat([x, x.square(), t, t**2, t**3, torch.ones_like(t)], dim=-1)
     counted = x.mT * playing[:, None]
@@ -161,8 +166,9 @@ def outer_objective(args, log_prob, old_log_prob, advantage, weight):
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
-    envs, *_ = start_segment(args)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
+    agent = Agent(*standard_spaces(args), args, device)
+    if args.evaluate:
+        return Run(args, args.num_envs, agent=agent).evaluate()
     theta = list(agent.parameters())
     optimizer = Adam([(theta, args.outer_lr)], device)  # trpo takes its steps without it
 
@@ -178,7 +184,7 @@ def train(args: Args) -> np.ndarray:
             params = adapt(agent, args.meta_batch_size, before, args, args.first_order)
             log_prob, pi = agent.log_prob(params, last)
             objective = outer_objective(args, log_prob, old_log_prob, last["advantage"], last["weight"])
-            return objective, mean_kl(old_pi, pi)
+            return objective, agent.head.kl(old_pi, pi).mean()
 
         metrics = {"policy/entropy": agent.head.entropy(old_pi).mean()}
         if args.outer == "trpo":
@@ -193,44 +199,35 @@ def train(args: Args) -> np.ndarray:
             "loss/policy": -objective.detach(), "policy/kl": kl.detach(), "grad/actor_norm": gradient.norm()
         }  # fmt: skip
 
-    run = Run(args, args.num_envs, agent=agent, optimizer=optimizer)
-    if args.evaluate:
-        return run.evaluate()
-    while True:
-        # Pause: score, save, end, or go on from what was saved
-        if run.due(args.eval_every) and not run.signal:
-            run.evaluate()
-        if run.due(args.checkpoint_every * args.num_envs):
-            run.checkpoint()
-        if run.finished:
-            return run.close(envs)
-        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
-            envs, *_ = start_segment(args, run.env_steps, envs)
+    with Run(args, args.num_envs, agent=agent, optimizer=optimizer) as run:
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+                envs, *_ = run.start_segment()
 
-        # New tasks; on each of them episodes by theta, then after each inner step by what was adapted
-        tasks = sample_tasks(args, args.meta_batch_size, np.random.default_rng([args.seed, run.env_steps]))
-        set_tasks(envs, tasks)
-        rollouts, run.chunk = [], 0
-        for _ in range(args.inner_steps + 1):
-            params = adapt(agent, len(tasks), rollouts, args)
-            steps = play_episodes(envs, partial(agent.act, greedy=False, params=params))
-            run.episode_return[:] = run.episode_length[:] = 0
-            for step in steps:
-                run.count(step["reward"], step["done"])
-            run.chunk += len(steps) * args.num_envs
-            rollouts.append(make_rollout(steps, len(tasks), args, device))
+            # New tasks; on each of them episodes by theta, then after each inner step by the adapted policy
+            first_step, rng = run.env_steps, np.random.default_rng([args.seed, run.env_steps])
+            tasks = sample_tasks(args, args.meta_batch_size, rng)
+            set_tasks(envs, tasks)
+            rollouts = []
+            for _ in range(args.inner_steps + 1):
+                params = adapt(agent, len(tasks), rollouts, args)
+                run.running[:] = 0  # all episodes start anew
+                steps = play_episodes(envs, partial(agent.act, greedy=False, params=params), run.count)
+                rollouts.append(make_rollout(steps, len(tasks), args, device))
+            run.chunk = run.env_steps - first_step
 
-        # Update
-        metrics = update(rollouts)
+            # Update
+            metrics = update(rollouts)
 
-        # Log
-        returns = [float(rollout["reward"].sum()) / args.num_envs for rollout in rollouts]
-        run.log(metrics | {
-            "adaptation/return_before": returns[0], "adaptation/return_after": returns[-1],
-            "reward/mean": rollouts[-1]["reward"].mean(), "reward/max": rollouts[-1]["reward"].max(),
-            "value/explained_variance": rollouts[-1]["explained_variance"],
-            "schedule/learning_rate": args.inner_lr,
-        })  # fmt: skip
+            # Log
+            returns = [float(rollout["reward"].sum()) / args.num_envs for rollout in rollouts]
+            run.log(metrics | {
+                "adaptation/return_before": returns[0], "adaptation/return_after": returns[-1],
+                "reward/mean": rollouts[-1]["reward"].mean(), "reward/max": rollouts[-1]["reward"].max(),
+                "value/explained_variance": rollouts[-1]["explained_variance"],
+                "schedule/learning_rate": args.inner_lr,
+            })  # fmt: skip
+    return np.array(run.returns)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -241,15 +238,54 @@ def orthogonal(layer, gain=2**0.5):
     return layer
 
 
+class CategoricalHead(nn.Module):
+    """K independent choices among up to N (Discrete: K = 1). pi holds their log-probabilities (B, K, N)."""
+
+    def __init__(self, fan_in, space, masked):
+        super().__init__()
+        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec)
+        exists = torch.arange(choices.max()) < choices[:, None]  # (K, N)
+        self.register_buffer("exists", exists, persistent=False)
+        self.register_buffer("index", exists.flatten().nonzero()[:, 0], persistent=False)
+        self.logits = orthogonal(nn.Linear(fan_in, exists.numel()), gain=0.01)
+        self.masked, self.plain = masked, bool(exists.all()) and not masked
+
+    def forward(self, features, obs):
+        """pi from features (B, fan_in); a mask of legal choices is what obs ends with."""
+        logits = self.logits(features).view(-1, *self.exists.shape)
+        if self.plain:  # all choices have the same number of options, and all of these are legal
+            return logits.log_softmax(-1)
+        legal = self.exists
+        if self.masked:
+            mask = torch.zeros_like(logits.flatten(1)).index_copy(1, self.index, obs[:, -len(self.index) :])
+            legal = mask.view_as(logits) > 0
+            legal = torch.where(legal.any(-1, keepdim=True), legal, self.exists)  # none: the episode is over
+        return logits.masked_fill(~legal, -1e8).log_softmax(-1)
+
+    def choose(self, pi, greedy):
+        """Actions (B, K). The argmax of log p + Gumbel noise is a draw from p."""
+        return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
+
+    def log_prob(self, pi, action):
+        return pi.gather(-1, action.view(len(pi), -1, 1).long()).sum((-2, -1))  # (B,)
+
+    def entropy(self, pi):
+        return -(pi.exp() * pi).sum((-2, -1))  # (B,)
+
+    def kl(self, old, new):
+        return (old.exp() * (old - new)).sum((-2, -1))  # KL(old || new), (B,)
+
+
 class GaussianHead(nn.Module):
     """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2A)."""
 
     def __init__(self, fan_in, space, log_std_init):
         super().__init__()
-        self.mean = orthogonal(nn.Linear(fan_in, math.prod(space.shape)), gain=0.01)
-        self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
+        size = math.prod(space.shape)
+        self.mean = orthogonal(nn.Linear(fan_in, size), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((size,), float(log_std_init)))
 
-    def forward(self, features):
+    def forward(self, features, obs):
         mean = self.mean(features)
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
@@ -259,11 +295,16 @@ class GaussianHead(nn.Module):
 
     def log_prob(self, pi, action):
         mean, log_std = pi.chunk(2, dim=-1)
-        z = (action.view_as(mean) - mean) * (-log_std).exp()
+        z = (action.flatten(1) - mean) * (-log_std).exp()
         return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
 
     def entropy(self, pi):
         return (pi.chunk(2, dim=-1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+
+    def kl(self, old, new):
+        (old_mean, old_log_std), (mean, log_std) = old.chunk(2, dim=-1), new.chunk(2, dim=-1)
+        shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
+        return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1)  # KL(old || new), (B,)
 
 
 class Agent(nn.Module):
@@ -271,24 +312,29 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        if not isinstance(action_space, Box):
-            raise UsageError(f"{args.env_id} has {action_space} actions: maml.py takes a Box")
-        self.device, self.action_shape = device, action_space.shape
-        sizes = [*obs_space.shape, *args.hidden_sizes]
+        if obs_space.images:
+            text = "the baseline is linear in observations, so turn images into a few numbers"
+            raise UsageError(f"{args.env_id} shows images: {text}")
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
+        sizes = [obs_space.sizes[0], *args.hidden_sizes]
         self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
         self.activation = getattr(F, args.activation)
-        self.head = GaussianHead(sizes[-1], action_space, args.log_std_init)
+        if isinstance(action_space, Box):
+            self.head = GaussianHead(sizes[-1], action_space, args.log_std_init)
+        else:
+            self.head = CategoricalHead(sizes[-1], action_space, obs_space.masked)
         self.to(device)
 
     def forward(self, obs):
-        """pi(. | s) as its head describes it."""
+        """pi(. | s) as the head describes it."""
+        x = obs[:, : self.obs_space.sizes[0]]  # without the mask of legal actions
         for layer in self.layers:
-            obs = self.activation(layer(obs))
-        return self.head(obs)
+            x = self.activation(layer(x))
+        return self.head(x, obs)
 
     def policies(self, params, obs):
         """pi of the steps (tasks, B, obs_dim) of each task by its parameters, one after the other: the same
-        forward, with params, name to (tasks, *shape), in the place of those of the module."""
+        forward, with params, name to (tasks, *shape), in place of those of the module."""
         policy = torch.vmap(lambda params, obs: functional_call(self, params, (obs,)))
         return policy(params, obs).flatten(0, 1)
 
@@ -299,15 +345,15 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True, params=None):
-        """Actions (num_envs, *action_space.shape) in a vector environment: the likeliest ones, or drawn. With
-        params each task of it has its own, else all have those of the module."""
+        """Actions (num_envs, *action_space.shape) of a vector environment: the most likely, or sampled. With
+        params each task in it has its own, otherwise all have those of the module."""
         obs = to_tensor(obs, self.device)
         if params is None:
             pi = self(obs)
         else:
-            tasks = len(params["head.log_std"])
+            tasks = len(next(iter(params.values())))
             pi = self.policies(params, obs.unflatten(0, (tasks, -1)))
-        return self.head.choose(pi, greedy).cpu().numpy().reshape(-1, *self.action_shape)
+        return self.head.choose(pi, greedy).cpu().numpy().reshape(-1, *self.action_space.shape)
 
 
 # -------------------------------------------------------------------------------------------- trust region
@@ -326,15 +372,6 @@ def trust_region_step(parameters, measure, args):
         "policy/accepted": float(share > 0), "policy/improvement": (new_objective - objective).detach(),
         "grad/actor_norm": gradient.norm(),
     }  # fmt: skip
-
-
-def mean_kl(old_pi, pi):
-    """Mean over states of KL(old || new), exact."""
-    if pi.dim() == 3:  # log-probabilities (B, K, N)
-        return (old_pi.exp() * (old_pi - pi)).sum((-2, -1)).mean()
-    (old_mean, old_log_std), (mean, log_std) = old_pi.chunk(2, dim=-1), pi.chunk(2, dim=-1)
-    shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
-    return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1).mean()
 
 
 def flatten(tensors):
@@ -384,20 +421,26 @@ def line_search(parameters, step, measure, objective, max_kl, backtrack_ratio, m
 
 
 # ------------------------------------------------------------------------------------------------- episodes
-def play_episodes(envs, act, watch=lambda playing: None, stopped=lambda: False):
-    """Steps (num_envs, ...) of an episode in each environment; those that are over go on, unseen."""
+def play_episodes(envs, act, each_step=lambda *step: None, stopped=lambda: False):
+    """Steps (num_envs, ...) of an episode in each environment; those that are over keep stepping, unseen.
+
+    each_step is told next_obs, reward, done and info of all environments.
+    """
     obs, info = envs.reset()
     steps, playing = [], np.ones(envs.num_envs, dtype=bool)
     while playing.any() and not stopped():
         action = act(obs, info)
         next_obs, reward, terminated, truncated, next_info = envs.step(action)
-        done = terminated | truncated
-        success = next_info.get("is_success", next_info.get("success", np.zeros_like(reward)))
+        done, success = terminated | truncated, np.full(envs.num_envs, np.nan)
+        each_step(next_obs, reward, done, next_info)
+        check_step(next_obs, reward, len(steps))
+        for key in {"is_success", "success"} & next_info.keys():
+            told = next_info[f"_{key}"]
+            success[told] = np.fmax(success, next_info[key])[told]
         steps.append(dict(
             obs=obs, action=action, reward=np.float32(reward), done=done, playing=playing,
-            terminated=terminated, success=np.float32(success),
+            terminated=terminated, success=success,
         ))  # fmt: skip
-        watch(playing)
         playing = playing & ~done
         obs, info = reset_done(envs, next_obs, next_info, done)
     return steps
@@ -405,94 +448,44 @@ def play_episodes(envs, act, watch=lambda playing: None, stopped=lambda: False):
 
 def make_rollout(steps, tasks, args, device):
     """Steps of play_episodes as tensors (tasks, B, ...) with their advantages, and what is logged of them."""
-    rollout = stack_steps(steps)  # tensors (T, num_envs, ...)
+    rollout = stack_steps(steps)  # tensors (T, num_envs, ...) on the host
     rollout["return_"] = compute_returns(rollout["reward"], rollout["done"], args.gamma)
     rollout["t"] = torch.arange(len(steps)).unsqueeze(1).expand_as(rollout["done"])
     rollout = {name: x.unflatten(1, (tasks, -1)).transpose(0, 1).flatten(1, 2) for name, x in rollout.items()}
     obs, action, return_, t, playing = (rollout[x] for x in ("obs", "action", "return_", "t", "playing"))
     advantage = return_ - fit_baseline(obs, t, return_, playing)
     counted, weight = playing > 0, playing / playing.sum(dim=1, keepdim=True)
-    about = {
-        "reward": rollout["reward"][counted],
-        "explained_variance": 1 - advantage[counted].var() / return_[counted].var().clamp(min=1e-8),
-    }  # fmt: skip
-    # their mean is 0 already, for the baseline has a constant
+    unexplained = advantage[counted].var(correction=0) / return_[counted].var(correction=0).clamp(min=1e-8)
+    about = {"reward": rollout["reward"][counted], "explained_variance": 1 - unexplained}
+    # their mean is 0 already, since the baseline has a constant
     advantage /= (weight * advantage.square()).sum(dim=1, keepdim=True).sqrt() + 1e-8
     batch = dict(obs=obs, action=action.flatten(0, 1), advantage=advantage, weight=weight)
     return {name: to_tensor(x, device) for name, x in batch.items()} | about
 
 
-def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Meta-test: scores eval_episodes held-out tasks before and after each of eval_inner_steps inner steps.
+def meta_test(args, agent, envs, tasks, inner_steps, each_step=lambda *step: None, stopped=lambda: False):
+    """Adapts to held-out tasks. Yields the scored steps (tasks, ...) before and after each inner step.
 
-    Each time there is one episode for the score, the greedy one unless actions are sampled, and beside it the
-    episodes_per_task of which the step learns. Returns the return of each task after one step, the means of
-    what is measured there, and the mean return after each number of steps; the first task becomes the film,
-    before and after one step. Training is untouched: own environments, own random numbers.
+    Each time every task plays one episode for the score, the greedy one unless actions are sampled, and
+    beside it the episodes_per_task that the step learns from.
     """
-    n, envs_of_each = args.eval_episodes, args.episodes_per_task + 1
-    scored = np.arange(n * envs_of_each) % envs_of_each == 0
-    states = random.getstate(), np.random.get_state()
-    totals = np.zeros((args.eval_inner_steps + 1, 5, n))  # return, discounted, length, termination, success
-    agent.eval()
-
-    def film_frame(playing):
-        if film and playing[0] and len(rollouts) < 2:
-            writer.write(np.ascontiguousarray(envs.envs[0].render()[..., ::-1]))  # blue first, for OpenCV
-
-    with torch.random.fork_rng(range(torch.cuda.device_count())):
-        set_seed(args.eval_seed)
-        tasks = sample_tasks(args, n, np.random.default_rng(args.eval_seed))
-        render = {"render_mode": "rgb_array"} if film else {}
-        envs = make_task_envs(replace(args, async_envs=False), tasks, envs_of_each, **render)
-        envs.reset(seed=args.eval_seed)
-        if film:
-            frame = envs.envs[0].render()
-            if not isinstance(frame, np.ndarray):
-                raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-            codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
-            writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])  # VP9: browsers play it
-        rollouts = []
-        for total in totals:
-            params = adapt(agent, n, rollouts, args)
-
-            def act(obs, info, params=params):
-                drawn, best = (agent.act(obs, info, x, params) for x in (False, not args.sample_actions))
-                return np.where(scored.reshape(-1, *[1] * (drawn.ndim - 1)), best, drawn)
-
-            steps = play_episodes(envs, act, film_frame, stopped)
-            if stopped():
-                break
-            for t, step in enumerate(steps):
-                reward, playing = step["reward"][scored], step["playing"][scored]
-                ends, success = step["terminated"][scored], step["success"][scored]
-                total += playing * [reward, args.gamma**t * reward, np.ones(n), ends, success]
-            drawn = [{name: x[~scored] for name, x in step.items()} for step in steps]
-            rollouts.append(make_rollout(drawn, n, args, agent.device))
-        envs.close()
-    agent.train()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    score = totals[min(args.inner_steps, 1)]  # a policy that was not trained to adapt is scored as it is
-    metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
-    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
-    means = *score[1:4].mean(axis=1), (score[4] > 0).mean()
-    metrics |= {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
-    return score[0], metrics | {f"eval/return_after_{k}": x[0].mean() for k, x in enumerate(totals)}
-
-
-def load_adapted(path: str | Path, tasks: np.ndarray):
-    """policy(obs, info) -> actions for environments of make_task_envs(args, tasks), adapted to each task:
-    plays episodes_per_task episodes of it and learns from them, inner_steps times, as in training."""
-    args, agent = Args(**load(path)["args"]), load_policy(path).__self__
-    envs, rollouts = make_task_envs(args, tasks, args.episodes_per_task), []
+    scored = np.arange(envs.num_envs) % (args.episodes_per_task + 1) == 0
+    rollouts = []
+    set_tasks(envs, tasks)
     envs.reset(seed=args.eval_seed)
-    learn = lambda: adapt(agent, len(tasks), rollouts, args)
-    for _ in range(max(args.inner_steps, 1)):
-        steps = play_episodes(envs, partial(agent.act, greedy=False, params=learn()))
-        rollouts.append(make_rollout(steps, len(tasks), args, agent.device))
-    envs.close()
-    return partial(agent.act, params=learn())
+    for _ in range(inner_steps + 1):
+        params = adapt(agent, len(tasks), rollouts, args)
+
+        def act(obs, info, params=params):
+            sampled, best = (agent.act(obs, info, x, params) for x in (False, not args.sample_actions))
+            return np.where(scored.reshape(-1, *[1] * (best.ndim - 1)), best, sampled)
+
+        steps = play_episodes(envs, act, each_step, stopped)
+        if stopped():
+            return
+        yield [{name: x[scored] for name, x in step.items()} for step in steps]
+        learned = [{name: x[~scored] for name, x in step.items()} for step in steps]
+        rollouts.append(make_rollout(learned, len(tasks), args, agent.device))
 
 
 # ---------------------------------------------------------------------------------------------------- tasks
@@ -516,10 +509,10 @@ class PointTasks(gym.vector.VectorEnv):
         self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
         self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
         self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
-        self.single_observation_space = Box(-np.inf, np.inf, (2,), np.float32)
-        self.single_action_space = Box(-1, 1, (2,), np.float32)
-        spaces = self.single_observation_space, self.single_action_space
-        self.observation_space, self.action_space = (batch_space(space, self.num_envs) for space in spaces)
+        point = make_env(args)
+        self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
+        self.observation_space = batch_space(point.observation_space, self.num_envs)
+        self.action_space = batch_space(point.action_space, self.num_envs)
         self.position, self.t = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, int)
 
     def set_attr(self, name, values):
@@ -563,36 +556,13 @@ class CheetahTask(gym.Wrapper):
         obs, _, terminated, truncated, info = self.env.step(action)
         velocity = info["x_velocity"]
         reward = self.task * velocity if self.by_direction else -abs(velocity - self.task)
-        return obs, reward + info["reward_ctrl"], terminated, truncated, {}
+        return obs, reward + info["reward_ctrl"], terminated, truncated, info
 
 
 class TaskSetter(gym.Wrapper):
     """Lets a vector set the task of each of its environments, as the attribute task."""
 
     task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
-
-
-def make_task_env(args, **kwargs) -> gym.Env:
-    """An environment of a family that is no point: a HalfCheetah, or of the user."""
-    if "" not in sys.path:
-        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
-    cheetah = args.env_id in CHEETAHS
-    try:
-        env_id = "HalfCheetah-v5" if cheetah else args.env_id
-        env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
-    if cheetah:
-        env = CheetahTask(env, args.env_id == CHEETAHS[0])
-    elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
-        families = ", ".join((*POINTS, *CHEETAHS))
-        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
-        raise UsageError(f"{args.env_id} {text}")
-    if len(env.observation_space.shape or ()) == 3:
-        raise UsageError(f"{args.env_id} shows images, a family of tasks needs vectors")
-    return TaskSetter(standardize(env))
 
 
 def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -607,7 +577,7 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
         return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
     if args.env_id == "HalfCheetahVel-v0":
         return rng.uniform(0, 3, (n, 1)).astype(np.float32)
-    with contextlib.closing(make_task_env(args)) as env:
+    with contextlib.closing(make_env(args)) as env:
         sample_task = env.get_wrapper_attr("sample_task")
         return np.stack([np.float32(sample_task(rng)).reshape(-1) for _ in range(n)])
 
@@ -615,34 +585,6 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
 def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
     """Gives each task an equal share of the environments, in their order, from the next reset on."""
     envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
-
-
-def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.vector.VectorEnv:
-    """len(tasks) * episodes environments with standard spaces: task i has rows i * episodes and following.
-
-    Episodes end explicitly: reset_done follows every step.
-    """
-    rows, training = np.repeat(tasks, episodes, axis=0), os.getpid()
-
-    def make_env():
-        if os.getpid() != training:  # in a process of its own: the training decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return make_task_env(args, **kwargs)
-
-    if args.env_id in POINTS:
-        if args.env_kwargs:
-            raise UsageError(f"{args.env_id} has no --env-kwargs")
-        return PointTasks(args, rows, **kwargs)
-    vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-    envs = vector([make_env] * len(rows), autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-    set_tasks(envs, rows)
-    return envs
-
-
-def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments, each with a task of its own."""
-    return make_task_envs(args, sample_tasks(args, num_envs, np.random.default_rng(args.seed)), **kwargs)
 
 
 # Tasks, episodes, horizon, networks, inner_lr, max_kl and the first standard deviation as in T. Deleu's
@@ -663,6 +605,7 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
+# --- arguments
 def make_args(env_id: str, **changes) -> Args:
     """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
     env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
@@ -677,29 +620,37 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
         try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
             raise UsageError(f"{path} is not of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
-def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments and picks the device."""
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # the type, or the types inside it
-            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
-                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
-                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                    raise UsageError(f"{value}: must be from {low} to {high}")
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
-        os.environ["MUJOCO_GL"] = "egl"
-        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds none here; cpu always works")
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
     return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -708,52 +659,297 @@ def set_seed(seed: int) -> None:
         seed_library(seed)
 
 
-def standardize(env: gym.Env) -> gym.Env:
-    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
-    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
-    space, actions = env.observation_space, env.action_space
-    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
-    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
-        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    if not image and env.observation_space.dtype not in (np.float32, np.float64):
-        env = gym.wrappers.DtypeObservation(env, np.float32)
-    if isinstance(actions, Box) and actions.dtype.kind == "f":
-        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.RescaleAction(env, low, high)
-        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
-    elif isinstance(actions, MultiBinary):
-        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
-    elif not isinstance(actions, (Discrete, MultiDiscrete)):
-        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
-    elif np.any(actions.start):
-        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
-        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
-    return env
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
 
 
-def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks get them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
     """
-    if old_envs is not None:
-        old_envs.close()
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """A function that makes one array of an observation, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
+    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 where actions are no choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it: the two maps, a float as reward, and little of info.
+
+    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
+    they are numbers; the rest goes, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    """An environment of a family of tasks. One of a point has only spaces: make_envs moves all points."""
+    if args.env_id in POINTS:
+        point = gym.Env()
+        point.observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+        point.action_space = Box(-1, 1, (2,), np.float32)
+        return StandardEnv(point, args)
+    if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        sys.path.append("")
+    cheetah = args.env_id in CHEETAHS
+    try:
+        env_id = "HalfCheetah-v5" if cheetah else args.env_id
+        env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    if cheetah:
+        env = CheetahTask(env, args.env_id == CHEETAHS[0])
+    elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
+        families = ", ".join((*POINTS, *CHEETAHS))
+        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
+        raise UsageError(f"{args.env_id} {text}")
+    return StandardEnv(TaskSetter(env), args, mask_in_info)
+
+
+def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.vector.VectorEnv:
+    """len(tasks) * episodes standard environments: task i has rows i * episodes and following.
+
+    Episodes end explicitly: reset_done follows every step.
+    """
+    rows, training = np.repeat(tasks, episodes, axis=0), os.getpid()
+
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
+
+    if args.env_id in POINTS:
+        if args.env_kwargs:
+            raise UsageError(f"{args.env_id} has no --env-kwargs")
+        return PointTasks(args, rows, **kwargs)
+    env, mask_in_info = make_env(args, **kwargs), False
+    if env.choices:  # whether info has a mask, only a reset tells
+        env.env.task = rows[0]
+        env.reset()
+        mask_in_info = "action_mask" in env.info
+    env.close()
+    vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+    envs = vector([make] * len(rows), autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    set_tasks(envs, rows)
+    return envs
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs standard environments, each with a task of its own."""
+    return make_task_envs(args, sample_tasks(args, num_envs, np.random.default_rng(args.seed)), **kwargs)
+
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
+
+
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Stops before a number that is not finite is learned from, and names it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -763,15 +959,16 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
-    """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
+    """One tensor (num_steps, num_envs, ...) on the host for each field of the steps."""
     host = torch.device("cpu")
     return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
 
 
+# --- optimizer
 class Adam(torch.optim.Adam):
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
 
-    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
     """
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
@@ -779,16 +976,128 @@ class Adam(torch.optim.Adam):
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
 
-    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
-        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
-        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes what the steps have left; rates and the like stay those of the command line."""
+        """Restores the moments; learning rates and other settings keep their current values."""
         state = state | {"param_groups": self.state_dict()["param_groups"]}
         inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Environments and random numbers apart from those of the training, which is left as it was."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        set_seed(args.eval_seed)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Scores eval_episodes held-out tasks before and after each of eval_inner_steps inner steps.
+
+    Returns the return of each task after one step, the means of what is measured there (success only where
+    info tells it), and the mean return after each number of steps.
+    """
+    n, policies = args.eval_episodes, args.eval_inner_steps + 1
+    totals = np.zeros((policies, 4, n))  # return, discounted return, length, terminations
+    success = np.full((policies, n), np.nan)
+    with evaluation_envs(args, agent, n * (args.episodes_per_task + 1)) as envs:
+        tasks = sample_tasks(args, n, np.random.default_rng(args.eval_seed))
+        played = meta_test(args, agent, envs, tasks, args.eval_inner_steps, stopped=stopped)
+        for k, steps in enumerate(played):
+            for t, step in enumerate(steps):
+                reward, playing = step["reward"], step["playing"]
+                totals[k] += playing * [reward, args.gamma**t * reward, np.ones(n), step["terminated"]]
+                success[k] = np.fmax(success[k], np.where(playing, step["success"], np.nan))
+    scored = min(args.inner_steps, 1)  # a policy that was not trained to adapt is scored as it is
+    score = totals[scored]
+    metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, score[1:], strict=True)}
+    if not np.isnan(success[scored]).all():
+        metrics["eval/success_rate"] = (success[scored] > 0).mean()
+    return score[0], metrics | {f"eval/return_after_{k}": x[0].mean() for k, x in enumerate(totals)}
+
+
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films an episode of the first held-out task, before and after an inner step."""
+    render, over = {"render_mode": "rgb_array"}, False
+    with evaluation_envs(args, agent, args.episodes_per_task + 1, **render) as envs:
+        tasks = sample_tasks(args, 1, np.random.default_rng(args.eval_seed))
+
+        def add(next_obs, reward, done, info):
+            nonlocal over
+            if not over:
+                video.add()
+            over |= done[0]
+
+        with contextlib.closing(Film(args, envs, path)) as video:
+            for _ in meta_test(args, agent, envs, tasks, 1, add, stopped):
+                over = False
+
+
+class Film:
+    """A film of the first environment, in VP8, which browsers play, at up to 30 frames a second."""
+
+    def __init__(self, args, envs, path: Path):
+        self.envs, self.path, self.env_id, self.writer, self.t = envs, path, args.env_id, None, 0
+        self.fps = envs.metadata.get("render_fps") or 15
+
+    def add(self) -> None:
+        """Called after each step that the film shows."""
+        every = math.ceil(self.fps / 30)
+        if self.t % every == 0:
+            frame = as_frame(self.envs.envs[0].render(), self.env_id)
+            if self.writer is None:
+                self.size = frame.shape[1::-1]
+                self.writer = open_film(self.path, self.fps / every, self.size)
+            self.writer.write(frame if frame.shape[1::-1] == self.size else cv2.resize(frame, self.size))
+        self.t += 1
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
 def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
@@ -798,35 +1107,86 @@ def load(path: str | Path) -> dict:
         raise UsageError(f"cannot load {path}: {error}") from None
 
 
-def load_policy(path: str | Path):
-    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+class Policy:
+    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+
+    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
+    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
-    return agent.eval().act
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
 
 
+def load_adapted(path: str | Path, tasks: np.ndarray) -> Policy:
+    """The policy in a .pt file or a run folder after inner_steps inner steps on each of these tasks (n, dim),
+    for which it plays episodes_per_task episodes of each. A batch of observations holds equally many of each
+    task, in their order; with one task a single observation will do."""
+    policy, args, rollouts = load_policy(path), Args(**load(path)["args"]), []
+    agent, envs = policy.agent, make_task_envs(args, tasks, args.episodes_per_task)
+    envs.reset(seed=args.eval_seed)
+    learn = lambda: adapt(agent, len(tasks), rollouts, args)
+    for _ in range(max(args.inner_steps, 1)):
+        steps = play_episodes(envs, partial(agent.act, greedy=False, params=learn()))
+        rollouts.append(make_rollout(steps, len(tasks), args, agent.device))
+    envs.close()
+    agent.act = partial(agent.act, params=learn())
+    return policy
+
+
+# --- the run
 class Run:
-    """The folder of a run: its counters, log, evaluations and checkpoints.
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
     chunk is the number of environment steps between two pauses. parts are all that learning depends on,
     objects with state_dict and load_state_dict; agent is what plays.
     """
 
     def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
-        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
-        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
-        script = Path(sys.modules[train.__module__].__file__)
-        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
+        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
-        if not args.evaluate:
-            self.open(script)
 
     def load(self, path: Path) -> None:
         """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
@@ -836,7 +1196,7 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
@@ -846,17 +1206,65 @@ class Run:
         else:
             self.folder = path if path.is_dir() else path.parent
 
-    def open(self, script: Path) -> None:
+    def __enter__(self):
+        self.open()
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        quiet = (
+            contextlib.suppress(Exception) if error else contextlib.nullcontext()
+        )  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args, self.progress = self.args, self.folder / "progress.jsonl"
-        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -865,58 +1273,105 @@ class Run:
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
-        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
         self.started_at = time.perf_counter() - self.seconds
-        print(f"run folder: {self.folder}")
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, as the environment gave it."""
         self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
         for i in done.nonzero()[0]:
-            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
-            self.episode_return[i] = self.episode_length[i] = 0
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
-    def due(self, every: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+    def due(self, every: int, last: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
         now = self.finished or every > 0 and self.env_steps % every < self.chunk
-        return now and self.saved_at < self.env_steps
+        return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
-        args, film = self.args, None
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
-            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
-            film.parent.mkdir(exist_ok=True)
-        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
-        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
-        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
-        if args.evaluate or self.signal:
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short, and is made up for after --resume
             return returns
-        self.returns = returns.tolist()
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
-        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
         if returns.mean() > self.best:
             self.best = float(returns.mean())
-            self.save("best.pt", agent=self.parts["agent"])
+            self.save("best.pt", agent=agent)
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
@@ -924,7 +1379,9 @@ class Run:
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
-            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.seconds = time.perf_counter() - self.started_at
@@ -938,14 +1395,15 @@ class Run:
     def check_finite(self, values: dict) -> None:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
-            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
@@ -954,34 +1412,35 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves all that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that what follows depends on; episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
-        self.episode_return[:] = self.episode_length[:] = 0
+        self.running[:] = 0
 
-    def close(self, envs) -> np.ndarray:
-        """Returns the returns of the last evaluation, one per episode."""
-        envs.close()
-        self.writer.close()
-        self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.signal:
-            go_on = f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
-            sys.exit(128 + self.signal)
-        return np.array(self.returns)
+
+def action_text(space) -> str:
+    """What a policy decides, for people."""
+    if isinstance(space, Box):
+        return f"{math.prod(space.shape)} numbers"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        train(parse_args())
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

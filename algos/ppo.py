@@ -65,9 +65,7 @@ class Args:
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = (
-        20_000  # steps per environment between checkpoints; they cut episodes; 0: at the end
-    )
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
@@ -1055,7 +1053,9 @@ def load_policy(path: str | Path) -> Policy:
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
     if not args.env_id.startswith("ALE/"):
-        return Policy(agent, make_env(args, agent.obs_space.masked))
+        env = make_env(args)
+        in_info = agent.obs_space.masked and not env.masked  # where the mask comes from
+        return Policy(agent, StandardEnv(env.env, args, in_info))
     games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
     games.observation_space, games.action_space = agent.obs_space, agent.action_space
     return Policy(agent, StandardEnv(games, args))

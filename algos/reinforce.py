@@ -90,7 +90,7 @@ class Args:
     adam_eps: Rate = 1e-5  # added to the denominator of Adam
     gamma: Share = 0.99  # discount
     entropy_coef: float = 0.0  # weight of the entropy
-    max_grad_norm: Rate = math.inf  # global norm at which the gradient is clipped
+    max_grad_norm: Rate = math.inf  # global norm at which a gradient is clipped
     hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
     log_std_init: float = -1.0  # initial log standard deviation of Box actions
@@ -125,7 +125,7 @@ def train(args: Args) -> np.ndarray:
     actor = [*agent.actor.parameters(), *agent.head.parameters()]
     actor_optimizer = Adam([(actor, args.learning_rate)], device, args.adam_eps)
 
-    def update(batch):
+    def update_actor(batch):
         """One gradient step of the policy on a rollout of tensors (B, ...)."""
         pi = agent.policy(batch["obs"])
         log_prob, entropy = agent.head.log_prob(pi, batch["action"]), agent.head.entropy(pi)
@@ -165,7 +165,7 @@ def train(args: Args) -> np.ndarray:
                 obs, info = reset_done(envs, next_obs, next_info, done)
 
             run.chunk = len(steps) * args.num_envs
-            if run.signal:  # episodes were cut short: nothing to learn from
+            if run.signal:  # it cut episodes short, so their returns are not known
                 continue
 
             # Returns; the steps of environments that were not playing do not count
@@ -178,7 +178,7 @@ def train(args: Args) -> np.ndarray:
             batch = {name: to_tensor(rollout[name][playing], device) for name in ("obs", "action", "return_")}
 
             # Update
-            metrics = update(batch)
+            metrics = update_actor(batch)
             if args.normalize_obs:  # only now: the rollout was collected under the old normalizer
                 agent.obs_norm.update(batch["obs"])
 

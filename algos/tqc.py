@@ -823,8 +823,8 @@ class ReplayBuffer:
         self.num_envs, self.n_step, self.gamma, self.device = args.num_envs, args.n_step, args.gamma, device
         self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
         self.position = self.filled = 0  # where the next step goes; how many transitions there are
-        (action_size,), obs_bytes = action_space.shape, math.prod(obs_space.shape) * obs_space.dtype.itemsize
-        needed, free = self.size * (2 * obs_bytes + 4 * action_size + 12), free_memory(device)
+        obs_bytes = math.prod(obs_space.shape) * obs_space.dtype.itemsize
+        needed, free = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 12), free_memory(device)
         text = f"{self.size:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
         if needed > free:
             raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
@@ -832,7 +832,7 @@ class ReplayBuffer:
         empty = lambda *shape, dtype=torch.float32: torch.empty(self.size, *shape, dtype=dtype, device=device)
         obs_dtype = torch.uint8 if obs_space.dtype == np.uint8 else torch.float32
         self.data = dict(
-            obs=empty(*obs_space.shape, dtype=obs_dtype), action=empty(action_size), reward=empty(),
+            obs=empty(*obs_space.shape, dtype=obs_dtype), action=empty(*action_space.shape), reward=empty(),
             next_obs=empty(*obs_space.shape, dtype=obs_dtype), terminated=empty(), done=empty(),
         )  # fmt: skip
 

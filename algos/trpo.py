@@ -1,20 +1,21 @@
-"""Trust Region Policy Optimization (Schulman et al. 2015, arXiv 1502.05477): the policy takes the step along
-the natural gradient that is as long as a limit on the KL divergence to the old policy allows.
+"""Trust Region Policy Optimization (Schulman et al. 2015, arXiv 1502.05477): each update moves the policy along
+the natural gradient, as far as a limit on the KL divergence from the old policy allows.
 
-    problem    max L = E[ratio A_t], ratio = pi(a_t | s_t) / pi_old(a_t | s_t), with KL <= max_kl    (eq. 14)
+    problem    max L = E[rho_t A_t], rho_t = pi(a_t | s_t) / pi_old(a_t | s_t), with KL <= max_kl     (eq. 14)
     direction  H s = g, g the gradient of L, H the Hessian of KL = E[KL(pi_old(. | s_t) || pi(. | s_t))]
     step       sqrt(2 max_kl / (s^T H s)) s, shrunk until L rises and KL <= max_kl
     advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t)  (GAE)
 
 Differences from the paper:
- 1. Advantages are those of GAE with a value network, normalized over the rollout; those of the paper are sums
-    of rewards. The critic is fitted by minibatches of Adam.
+ 1. Advantages are GAE with a value network, normalized over the rollout, instead of sums of rewards. Adam fits
+    the critic in minibatches.
  2. H is the Hessian of the mean KL over all steps, by double backward, plus hvp_damping times the identity.
- 3. A rollout is num_steps of every environment, and V stands for the rewards after its end.
- 4. A time limit is no termination: A_t bootstraps from the value of the true final observation.
+ 3. A rollout is num_steps of each environment, and V stands for the rewards after its end.
+ 4. A time limit does not end the return: A_t bootstraps from the value of the true final observation.
  5. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
     the space; they are clipped only on their way into the environment.
- 6. Images: Nature CNN (Mnih et al. 2015); with --clip-reward rewards become their sign.
+ 6. Weights start orthogonal, with gain sqrt(2) in hidden layers, 0.01 for the policy and 1 for the value.
+ 7. Images: Nature CNN (Mnih et al. 2015); with --clip-reward rewards become their sign.
 
     python algos/trpo.py --env-id CartPole-v1
 """
@@ -26,8 +27,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, errno, importlib, inspect, json, math, os, platform, random, shutil, signal, subprocess
-import sys, time
+import contextlib, errno, importlib, inspect, json, linecache, math, os, platform, random, re, signal
+import subprocess, sys, time, traceback
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,33 +41,40 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
 Rate = Annotated[float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+Bonus = Literal["none", "regularized", "softplus", "max"]
 
 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seed of everything random
+    seed: Seed = 1  # seed of everything random
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
+    checkpoint_every: int = (
+        20_000  # steps per environment between checkpoints; they cut episodes; 0: at the end
+    )
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
-    eval_seed: int = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations draw actions from the policy in place of the likeliest ones
-    capture_video: bool = False  # film an episode of each evaluation
+    eval_seed: Seed = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations sample actions instead of taking the most likely ones
+    capture_video: bool = False  # film the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
@@ -83,20 +91,22 @@ class Args:
     cg_iterations: Count = 10  # steps of conjugate gradient
     cg_tolerance: Rate = 1e-10  # squared residual at which conjugate gradient ends
     hvp_damping: Rate = 0.01  # multiple of the identity added to H
-    backtrack_ratio: Share = 0.8  # by which the step shrinks
-    max_backtracks: Count = 15  # sizes that are tried before it is given up
-    critic_lr: Rate = 1e-3  # step size of the critic
+    backtrack_ratio: Share = 0.8  # factor by which the step shrinks
+    max_backtracks: Count = 15  # sizes to try before the step is given up
+    critic_lr: Rate = 1e-3  # learning rate of the critic
     anneal_lr: bool = False  # the learning rate falls linearly to 0
     adam_eps: Rate = 1e-5  # added to the denominator of Adam
     gamma: Share = 0.99  # discount
     gae_lambda: Share = 0.98  # lambda of the advantage; 1: returns to the end of the rollout, then V
     normalize_advantage: bool = True  # to mean 0 and standard deviation 1 in each rollout
+    positive_advantage: bool = False  # subtract the smallest advantage of each rollout
     entropy_coef: float = 0.0  # weight of the entropy
-    entropy_method: Literal["none", "regularized", "max"] = "regularized"  # add it to: nothing, loss, rewards
+    entropy_method: Bonus = "regularized"  # none; add it to L, or its softplus; max: add it to rewards
     max_grad_norm: Rate = math.inf  # global norm at which the critic's gradient is clipped
     hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
+    critic_sizes: tuple[Count, ...] | None = None  # widths in the critic; None: hidden_sizes
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
-    log_std_init: float = -1.0  # log standard deviation of Box actions at first
+    log_std_init: float = -1.0  # initial log standard deviation of Box actions
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
     normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
     clip_reward: bool = False  # rewards to their sign, for learning only
@@ -107,27 +117,21 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16; PPO eq. 11, 12).
 
     All inputs and the result are (num_steps, num_envs). next_value[t] is V of the true successor of step t,
-    also of a final observation. A termination ends the return, a truncation only the recursion.
+    final observations included. A termination ends the return; a truncation only cuts the sum.
     """
-    td_error = reward + gamma * (1 - terminated) * next_value - value
-    advantage, decay = td_error.numpy(), (gamma * gae_lambda * (1 - done)).numpy()  # faster on small arrays
-    for t in reversed(range(len(advantage) - 1)):
-        advantage[t] += decay[t] * advantage[t + 1]
+    td_error = (
+        reward + gamma * (1 - terminated) * next_value - value
+    ).numpy()  # NumPy: faster on small arrays
+    decay = (gamma * gae_lambda * (1 - done)).numpy()
+    advantage, last = np.empty_like(td_error), np.zeros_like(td_error[0])
+    for t in reversed(range(len(td_error))):
+        advantage[t] = last = td_error[t] + decay[t] * last
     return torch.from_numpy(advantage)
 
 
 def surrogate(log_prob, old_log_prob, advantage):
     """L of TRPO eq. 14, the mean of ratio times advantage (B,); at the old policy its gradient is J's."""
     return ((log_prob - old_log_prob).exp() * advantage).mean()
-
-
-def mean_kl(old_pi, pi):
-    """Mean over states of KL(old || new), exact."""
-    if pi.dim() == 3:  # log-probabilities (B, K, N)
-        return (old_pi.exp() * (old_pi - pi)).sum((-2, -1)).mean()
-    (old_mean, old_log_std), (mean, log_std) = old_pi.chunk(2, dim=-1), pi.chunk(2, dim=-1)
-    shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
-    return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1).mean()
 
 
 def flatten(tensors):
@@ -141,18 +145,20 @@ def hessian_product(value, parameters, damping):
 
 
 def conjugate_gradient(product, b, iterations, tolerance):
-    """x with A x = b, for a positive definite A of which only product(v) = A v is known (Hestenes and Stiefel
-    1952). Ends when the squared norm of the residual is at most tolerance."""
-    x, residual, direction = torch.zeros_like(b), b.clone(), b.clone()
-    squared = residual @ residual
+    """x with A x = b, where product(v) = A v and A is positive definite (Hestenes and Stiefel 1952).
+
+    Stops early when the squared norm of the residual r is at most tolerance.
+    """
+    x, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    r_dot_r = r @ r
     for _ in range(iterations):
-        if squared <= tolerance:
+        if r_dot_r <= tolerance:
             break
-        image = product(direction)
-        length = squared / (direction @ image)
-        x, residual = x + length * direction, residual - length * image
-        previous, squared = squared, residual @ residual
-        direction = residual + squared / previous * direction
+        Ap = product(p)
+        alpha = r_dot_r / (p @ Ap)
+        x, r = x + alpha * p, r - alpha * Ap
+        old_r_dot_r, r_dot_r = r_dot_r, r @ r
+        p = r + r_dot_r / old_r_dot_r * p
     return x
 
 
@@ -160,18 +166,18 @@ def conjugate_gradient(product, b, iterations, tolerance):
 def line_search(parameters, step, measure, objective, max_kl, backtrack_ratio, max_backtracks):
     """Shrinks step until it raises the objective and keeps KL <= max_kl; measure() gives both.
 
-    If no step does, the parameters stay as they were, bit for bit. Returns the share of step that was taken,
-    0 for none, and the objective and KL that it led to.
+    If no step does, the parameters stay as they were, bit for bit. Returns the fraction of step taken, 0 for
+    none, and the objective and KL that it led to.
     """
-    start, share = [parameter.clone() for parameter in parameters], 1.0
+    start, fraction = [parameter.clone() for parameter in parameters], 1.0
     steps = step.split([parameter.numel() for parameter in parameters])
     for _ in range(max_backtracks):
         for parameter, old, change in zip(parameters, start, steps, strict=True):
-            parameter.copy_(old + share * change.view_as(old))
+            parameter.copy_(old + fraction * change.view_as(old))
         new_objective, kl = measure()
         if kl <= max_kl and new_objective > objective:
-            return share, new_objective, kl
-        share *= backtrack_ratio
+            return fraction, new_objective, kl
+        fraction *= backtrack_ratio
     torch._foreach_copy_(parameters, start)
     return 0.0, objective, torch.zeros_like(objective)
 
@@ -181,28 +187,35 @@ def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device, batch_size = set_up(args), args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
-        raise UsageError(f"--num-minibatches must divide num_envs x num_steps = {batch_size}")
-    envs, obs, info = start_segment(args)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
-    critic = [*agent.critic.parameters(), *agent.value_head.parameters()]
+        batch = f"{args.num_envs} environments x {args.num_steps} steps = {batch_size}"
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}")
+    agent = Agent(*standard_spaces(args), args, device)
+    if args.evaluate:
+        return Run(args, batch_size, agent=agent).evaluate()
     actor = [*agent.actor.parameters(), *agent.head.parameters()]
+    critic = [*agent.critic.parameters(), *agent.value_head.parameters()]
     critic_optimizer = Adam([(critic, args.critic_lr)], device, args.adam_eps)
     reward_norm = RewardNorm(args.gamma)
 
     def update_actor(batch):
-        """One step of the policy on a rollout of tensors (num_steps * num_envs, ...)."""
+        """One step of the policy on a rollout of tensors (B, ...)."""
         old_pi, advantage = batch["pi"], batch["advantage"]
         old_log_prob = agent.head.log_prob(old_pi, batch["action"])
         if args.normalize_advantage and len(advantage) > 1:
             advantage = (advantage - advantage.mean()) / (advantage.std() + 1e-8)
+        if args.positive_advantage:
+            advantage = advantage - advantage.min()
 
         def measure():
             """What is maximized and what is limited."""
-            pi = agent.policy(agent.encode(batch["obs"]))
-            objective = surrogate(agent.head.log_prob(pi, batch["action"]), old_log_prob, advantage)
+            pi = agent.policy(batch["obs"])
+            log_prob, entropy = agent.head.log_prob(pi, batch["action"]), agent.head.entropy(pi)
+            objective = surrogate(log_prob, old_log_prob, advantage)
             if args.entropy_coef and args.entropy_method == "regularized":
-                objective = objective + args.entropy_coef * agent.head.entropy(pi).mean()
-            return objective, mean_kl(old_pi, pi)
+                objective = objective + args.entropy_coef * entropy.mean()
+            if args.entropy_coef and args.entropy_method == "softplus":
+                objective = objective + args.entropy_coef * F.softplus(entropy).mean()
+            return objective, agent.head.kl(old_pi, pi).mean()
 
         objective, kl = measure()
         gradient = flatten(torch.autograd.grad(objective, actor, retain_graph=True))
@@ -211,17 +224,17 @@ def train(args: Args) -> np.ndarray:
         length = (2 * args.max_kl / (direction @ product(direction)).clamp(min=1e-30)).sqrt()
         step, objective = length * direction, objective.detach()  # without a gradient it is 0, and refused
         search = args.max_kl, args.backtrack_ratio, args.max_backtracks
-        share, new_objective, new_kl = line_search(actor, step, measure, objective, *search)
+        fraction, new_objective, new_kl = line_search(actor, step, measure, objective, *search)
         return {
             "loss/policy": -objective, "policy/entropy": agent.head.entropy(old_pi).mean(),
-            "policy/kl_before": kl.detach(), "policy/kl": new_kl, "policy/step_share": share,
-            "policy/accepted": float(share > 0), "policy/improvement": new_objective - objective,
-            "policy/expected_improvement": gradient @ step * share, "grad/actor_norm": gradient.norm(),
+            "policy/kl": new_kl, "policy/step_share": fraction, "policy/accepted": float(fraction > 0),
+            "policy/improvement": new_objective - objective,
+            "policy/expected_improvement": gradient @ step * fraction, "grad/actor_norm": gradient.norm(),
         }  # fmt: skip
 
     def update_critic(batch, rows):
         """One gradient step of the critic on these rows of the rollout."""
-        value = agent.value(agent.encode(batch["obs"].index_select(0, rows)))
+        value = agent.value(batch["obs"].index_select(0, rows))
         loss_value = 0.5 * F.mse_loss(value, batch["return_"].index_select(0, rows))
         critic_optimizer.zero_grad()
         loss_value.backward()
@@ -229,76 +242,67 @@ def train(args: Args) -> np.ndarray:
         critic_optimizer.step()
         return {"loss/value": loss_value.detach(), "grad/critic_norm": critic_norm}
 
-    run = Run(args, batch_size, agent=agent, reward_norm=reward_norm, critic_optimizer=critic_optimizer)
-    if args.evaluate:
-        return run.evaluate()
-    while True:
-        # Pause: score, save, end, or go on from what was saved
-        if run.due(args.eval_every) and not run.signal:
-            run.evaluate()
-        if run.due(args.checkpoint_every * args.num_envs):
-            run.checkpoint()
-        if run.finished:
-            return run.close(envs)
-        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            reward_norm.return_ = 0.0
-        if args.anneal_lr:
-            for group in critic_optimizer.param_groups:
-                group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+    with Run(args, batch_size, agent=agent, reward_norm=reward_norm, critic_optimizer=critic_optimizer) as run:
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+                envs, obs, info = run.start_segment()
+                reward_norm.start_segment()
+            if args.anneal_lr:
+                for group in critic_optimizer.param_groups:
+                    group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-        # Act and step. Only the actor runs here; values follow in one batch.
-        steps = []
-        for _ in range(args.num_steps):
-            action = agent.act(obs, info, greedy=False)
-            next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            done = terminated | truncated
-            steps.append(dict(
-                obs=obs, action=action, reward=np.float32(reward), next_obs=next_obs, terminated=terminated,
-                done=done,
-            ))  # fmt: skip
-            run.count(reward, done)
-            obs, info = reset_done(envs, next_obs, next_info, done)
+            # Act and step. Only the actor runs here; values follow in one batch.
+            steps = []
+            for _ in range(args.num_steps):
+                action = agent.act(obs, info, greedy=False)
+                next_obs, reward, terminated, truncated, next_info = envs.step(action)
+                done = terminated | truncated
+                run.count(next_obs, reward, done, next_info)
+                steps.append(dict(
+                    obs=obs, action=action, reward=np.float32(reward), next_obs=next_obs,
+                    terminated=terminated, done=done,
+                ))  # fmt: skip
+                obs, info = reset_done(envs, next_obs, next_info, done)
 
-        # Advantages, by the networks that collected the rollout; their recursion runs on the host
-        rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...)
-        flat = {name: to_tensor(x.flatten(0, 1), device) for name, x in rollout.items()}
-        batch = {name: flat[name] for name in ("obs", "action")}
-        with torch.no_grad():
-            features = agent.encode(batch["obs"])
-            batch["pi"], value = agent.policy(features), agent.value(features)
-            next_value = agent.value(agent.encode(flat["next_obs"]))
-        reward, terminated, done = rollout["reward"], rollout["terminated"], rollout["done"]
-        value, next_value = torch.stack([value, next_value]).cpu().view(2, *reward.shape)
-        if args.normalize_reward:
-            reward = reward_norm(reward, done)
-        if args.clip_reward:
-            reward = reward.sign()
-        if args.entropy_method == "max":
-            reward = reward + args.entropy_coef * agent.head.entropy(batch["pi"]).cpu().view_as(reward)
-        advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
-        return_ = advantage + value
-        batch["advantage"] = to_tensor(advantage.flatten(), device)
-        batch["return_"] = to_tensor(return_.flatten(), device)
+            # Advantages, from the networks that collected the rollout; the recursion runs on the host
+            rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...) on the host
+            reward, terminated, done = (rollout[name] for name in ("reward", "terminated", "done"))
+            flat = lambda x: to_tensor(x.flatten(0, 1), device)
+            batch = {name: flat(rollout[name]) for name in ("obs", "action")}
+            with torch.no_grad():
+                batch["pi"], value = agent(batch["obs"])
+                next_value = agent.value(flat(rollout["next_obs"])).cpu().view_as(reward)
+            value = value.cpu().view_as(reward)
+            if args.normalize_reward:
+                reward = reward_norm(reward, done)
+            if args.clip_reward:
+                reward = reward.sign()
+            if args.entropy_method == "max":
+                reward = reward + args.entropy_coef * agent.head.entropy(batch["pi"]).cpu().view_as(reward)
+            advantage = compute_gae(reward, value, next_value, terminated, done, args.gamma, args.gae_lambda)
+            return_ = advantage + value
+            batch |= {"advantage": flat(advantage), "return_": flat(return_)}
 
-        # Update: one step of the policy, several passes of the critic
-        metrics = update_actor(batch)
-        epochs = [torch.randperm(batch_size, device=device) for _ in range(args.value_epochs)]
-        updates = []
-        for rows in torch.cat(epochs).split(batch_size // args.num_minibatches):
-            updates.append(update_critic(batch, rows))
-        if args.normalize_obs:  # only now: the values of the rollout are under the old normalizer
-            agent.obs_norm.update(batch["obs"])
+            # Update: one step of the policy, several passes of the critic
+            metrics = update_actor(batch)
+            epochs = [torch.randperm(batch_size, device=device) for _ in range(args.value_epochs)]
+            updates = []
+            for rows in torch.cat(epochs).split(batch_size // args.num_minibatches):
+                updates.append(update_critic(batch, rows))
+            if args.normalize_obs:  # only now: the rollout was collected under the old normalizer
+                agent.obs_norm.update(batch["obs"])
 
-        # Log
-        last_epoch = updates[-args.num_minibatches :]
-        metrics |= {name: torch.stack([row[name] for row in last_epoch]).mean() for name in last_epoch[0]}
-        run.log(metrics | {
-            "value/mean": value.mean(), "value/target_mean": return_.mean(),
-            "value/explained_variance": 1 - advantage.var() / return_.var().clamp(min=1e-8),
-            "reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max(),
-            "schedule/learning_rate": critic_optimizer.param_groups[0]["lr"],
-        })  # fmt: skip
+            # Log
+            last_epoch = updates[-args.num_minibatches :]
+            metrics |= {name: torch.stack([m[name] for m in last_epoch]).mean() for name in last_epoch[0]}
+            unexplained = advantage.var(correction=0) / return_.var(correction=0).clamp(min=1e-8)
+            run.log(metrics | {
+                "value/mean": value.mean(), "value/target_mean": return_.mean(),
+                "value/explained_variance": 1 - unexplained,
+                "reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max(),
+                "schedule/learning_rate": critic_optimizer.param_groups[0]["lr"],
+            })  # fmt: skip
+    return np.array(run.returns)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -310,7 +314,7 @@ def orthogonal(layer, gain=2**0.5):
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels by two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -326,17 +330,26 @@ class NatureCNN(nn.Sequential):
 
 
 class Trunk(nn.Module):
-    """Observations (B, *space.shape) to features (B, width): an MLP, behind a CNN for images."""
+    """Observations (B, *layout.shape) to features (B, width): a CNN for each image, then an MLP."""
 
-    def __init__(self, space, hidden_sizes, activation):
+    def __init__(self, layout, hidden_sizes, activation):
         super().__init__()
-        self.cnn = NatureCNN(*space.shape) if len(space.shape) == 3 else nn.Identity()
-        sizes = [self.cnn(torch.zeros(1, *space.shape)).shape[1], *hidden_sizes]
+        self.layout = layout
+        self.cnns = nn.ModuleList(NatureCNN(*shape) for shape in layout.images)
+        sizes = [self.features(torch.zeros(1, *layout.shape)).shape[1], *hidden_sizes]
         self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
+    def features(self, obs):
+        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        if obs.dim() == 4:  # one image and nothing else
+            return self.cnns[0](obs)
+        numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
+        shapes = zip(self.cnns, images, self.layout.images, strict=True)
+        return torch.cat([numbers, *(cnn(x.unflatten(1, shape)) for cnn, x, shape in shapes)], dim=1)
+
     def forward(self, obs):
-        x = self.cnn(obs)
+        x = self.features(obs) if self.layout.images or self.layout.masked else obs
         for layer in self.layers:
             x = self.activation(layer(x))
         return x
@@ -345,28 +358,39 @@ class Trunk(nn.Module):
 class CategoricalHead(nn.Module):
     """K independent choices among up to N (Discrete: K = 1). pi holds their log-probabilities (B, K, N)."""
 
-    def __init__(self, fan_in, space):
+    def __init__(self, fan_in, space, masked):
         super().__init__()
-        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec.ravel())
-        self.register_buffer("exists", torch.arange(choices.max()) < choices[:, None], persistent=False)
-        self.ragged = not self.exists.all()
-        self.logits = orthogonal(nn.Linear(fan_in, self.exists.numel()), gain=0.01)
+        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec)
+        exists = torch.arange(choices.max()) < choices[:, None]  # (K, N)
+        self.register_buffer("exists", exists, persistent=False)
+        self.register_buffer("index", exists.flatten().nonzero()[:, 0], persistent=False)
+        self.logits = orthogonal(nn.Linear(fan_in, exists.numel()), gain=0.01)
+        self.masked, self.plain = masked, bool(exists.all()) and not masked
 
-    def forward(self, features):
+    def forward(self, features, obs):
+        """pi from features (B, fan_in); a mask of legal choices is what obs ends with."""
         logits = self.logits(features).view(-1, *self.exists.shape)
-        if self.ragged:
-            logits = logits.masked_fill(~self.exists, -1e8)
-        return logits.log_softmax(-1)
+        if self.plain:  # all choices have the same number of options, and all of these are legal
+            return logits.log_softmax(-1)
+        legal = self.exists
+        if self.masked:
+            mask = torch.zeros_like(logits.flatten(1)).index_copy(1, self.index, obs[:, -len(self.index) :])
+            legal = mask.view_as(logits) > 0
+            legal = torch.where(legal.any(-1, keepdim=True), legal, self.exists)  # none: the episode is over
+        return logits.masked_fill(~legal, -1e8).log_softmax(-1)
 
     def choose(self, pi, greedy):
         """Actions (B, K). The argmax of log p + Gumbel noise is a draw from p."""
         return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
 
     def log_prob(self, pi, action):
-        return pi.gather(-1, action.view(len(pi), -1, 1)).sum((-2, -1))  # (B,)
+        return pi.gather(-1, action.view(len(pi), -1, 1).long()).sum((-2, -1))  # (B,)
 
     def entropy(self, pi):
         return -(pi.exp() * pi).sum((-2, -1))  # (B,)
+
+    def kl(self, old, new):
+        return (old.exp() * (old - new)).sum((-2, -1))  # KL(old || new), (B,)
 
 
 class GaussianHead(nn.Module):
@@ -374,10 +398,11 @@ class GaussianHead(nn.Module):
 
     def __init__(self, fan_in, space, log_std_init):
         super().__init__()
-        self.mean = orthogonal(nn.Linear(fan_in, math.prod(space.shape)), gain=0.01)
-        self.log_std = nn.Parameter(torch.full((math.prod(space.shape),), log_std_init))
+        size = math.prod(space.shape)
+        self.mean = orthogonal(nn.Linear(fan_in, size), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((size,), float(log_std_init)))
 
-    def forward(self, features):
+    def forward(self, features, obs):
         mean = self.mean(features)
         return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
 
@@ -387,11 +412,16 @@ class GaussianHead(nn.Module):
 
     def log_prob(self, pi, action):
         mean, log_std = pi.chunk(2, dim=-1)
-        z = (action.view_as(mean) - mean) * (-log_std).exp()
+        z = (action.flatten(1) - mean) * (-log_std).exp()
         return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
 
     def entropy(self, pi):
         return (pi.chunk(2, dim=-1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+
+    def kl(self, old, new):
+        (old_mean, old_log_std), (mean, log_std) = old.chunk(2, dim=-1), new.chunk(2, dim=-1)
+        shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
+        return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1)  # KL(old || new), (B,)
 
 
 class Agent(nn.Module):
@@ -399,33 +429,32 @@ class Agent(nn.Module):
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
-        self.device, self.action_shape = device, action_space.shape
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Trunk(obs_space, args.hidden_sizes, args.activation)
-        self.critic = Trunk(obs_space, args.hidden_sizes, args.activation)
+        self.critic = Trunk(obs_space, args.critic_sizes or args.hidden_sizes, args.activation)
         if isinstance(action_space, Box):
             self.head = GaussianHead(self.actor.width, action_space, args.log_std_init)
         else:
-            self.head = CategoricalHead(self.actor.width, action_space)
+            self.head = CategoricalHead(self.actor.width, action_space, obs_space.masked)
         self.value_head = orthogonal(nn.Linear(self.critic.width, 1), gain=1.0)
         self.to(device)
 
-    def encode(self, obs):
-        """What actor and critic share of their work on observations (B, ...)."""
-        return self.obs_norm(obs)
+    def forward(self, obs):
+        """pi(. | s) as the head describes it, and V(s), (B,)."""
+        return self.policy(obs), self.value(obs)
 
-    def policy(self, features):
-        """pi(. | s) as its head describes it."""
-        return self.head(self.actor(features))
+    def policy(self, obs):
+        return self.head(self.actor(self.obs_norm(obs)), obs)
 
-    def value(self, features):
-        return self.value_head(self.critic(features)).squeeze(-1)  # (B,)
+    def value(self, obs):
+        return self.value_head(self.critic(self.obs_norm(obs))).squeeze(-1)
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, *action_space.shape) in a vector environment: the likeliest ones, or drawn."""
-        pi = self.policy(self.encode(to_tensor(obs, self.device)))
-        return self.head.choose(pi, greedy).cpu().numpy().reshape(-1, *self.action_shape)
+        """Actions (num_envs, *action_space.shape) of a vector environment: the most likely, or sampled."""
+        action = self.head.choose(self.policy(to_tensor(obs, self.device)), greedy)
+        return action.cpu().numpy().reshape(-1, *self.action_space.shape)
 
 
 class RunningNorm(nn.Module):
@@ -449,12 +478,16 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-class RewardNorm(RunningNorm):
+class RewardNorm(nn.Module):
     """Rewards over the standard deviation of the running discounted return, clipped to +-10."""
 
     def __init__(self, gamma: float):
-        super().__init__(())
-        self.gamma, self.return_ = gamma, 0.0  # return_ starts from 0 in each segment
+        super().__init__()
+        self.gamma, self.statistics = gamma, RunningNorm(())
+        self.start_segment()
+
+    def start_segment(self) -> None:
+        self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
 
     def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
         """Rewards and episode ends (num_steps, num_envs) of the steps that follow the last call."""
@@ -462,8 +495,8 @@ class RewardNorm(RunningNorm):
         for t in range(len(reward)):
             returns[t] = reward[t] + self.gamma * self.return_
             self.return_ = returns[t] * (1 - done[t])
-        self.update(returns.flatten())
-        return (reward * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+        self.statistics.update(returns.flatten())
+        return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
 # Own trials, results in benchmark/results. The critic of LunarLander and the discount, critic and normalizer
@@ -487,6 +520,7 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
+# --- arguments
 def make_args(env_id: str, **changes) -> Args:
     """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
     env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
@@ -501,29 +535,37 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
         try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
             raise UsageError(f"{path} is not of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
-def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments and picks the device."""
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # the type, or the types inside it
-            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
-                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
-                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                    raise UsageError(f"{value}: must be from {low} to {high}")
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
-        os.environ["MUJOCO_GL"] = "egl"
-        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds none here; cpu always works")
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
     return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -532,76 +574,294 @@ def set_seed(seed: int) -> None:
         seed_library(seed)
 
 
-def standardize(env: gym.Env) -> gym.Env:
-    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
-    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
-    space, actions = env.observation_space, env.action_space
-    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
-    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
-        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    if not image and env.observation_space.dtype not in (np.float32, np.float64):
-        env = gym.wrappers.DtypeObservation(env, np.float32)
-    if isinstance(actions, Box) and actions.dtype.kind == "f":
-        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.RescaleAction(env, low, high)
-        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
-    elif isinstance(actions, MultiBinary):
-        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
-    elif not isinstance(actions, (Discrete, MultiDiscrete)):
-        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
-    elif np.any(actions.start):
-        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
-        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
-    return env
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks get them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """A function that makes one array of an observation, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
+    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 where actions are no choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it: the two maps, a float as reward, and little of info.
+
+    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
+    they are numbers; the rest goes, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def todays_name(env_id: str) -> str:
+    """A hint where an environment has another name today, as Atari games and old versions."""
+    with contextlib.suppress(ImportError):
+        gym.register_envs(importlib.import_module("ale_py"))
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id))
+    names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
+    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+
+
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    return StandardEnv(gym.make(args.env_id, **{**args.env_kwargs, **kwargs}), args, mask_in_info)
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
+    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    training = os.getpid()
 
-    def make_env():
-        if os.getpid() != training:  # in a process of its own: the training decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return standardize(gym.make(args.env_id, **kwargs))
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
 
     try:
         if args.env_id.startswith("ALE/"):
-            gym.register_envs(importlib.import_module("ale_py"))
-            kwargs = {"reward_clipping": False, **kwargs}
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
-        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
+            return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+            sys.path.append("")
+        env, mask_in_info = make_env(args, **kwargs), False
+        if env.choices:  # whether info has a mask, only a reset tells
+            env.reset()
+            mask_in_info = "action_mask" in env.info
+        env.close()
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+        return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
             raise  # a bug of the environment keeps its traceback
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+        raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
-def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
+def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    gym.register_envs(importlib.import_module("ale_py"))
+    envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
+    to_array, layout = observation_map(envs.single_observation_space)
+    if layout.shape != envs.single_observation_space.shape:  # color
+        stack = lambda obs: np.stack([to_array(x) for x in obs])
+        envs = gym.wrappers.vector.TransformObservation(envs, stack, single_observation_space=layout)
+    to_action, actions = action_map(envs.single_action_space)
+    if isinstance(actions, Box):
+        stack = lambda action: np.stack([to_action(x) for x in action])
+        envs = gym.wrappers.vector.TransformAction(envs, stack, single_action_space=actions)
+    envs.single_observation_space = layout
+    return envs
 
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
-    """
-    if old_envs is not None:
-        old_envs.close()
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
     """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
+
+
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Stops before a number that is not finite is learned from, and names it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -611,15 +871,16 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
-    """Tensors (num_steps, num_envs, ...) on the host, of all that the steps have."""
+    """One tensor (num_steps, num_envs, ...) on the host for each field of the steps."""
     host = torch.device("cpu")
     return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
 
 
+# --- optimizer
 class Adam(torch.optim.Adam):
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
 
-    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
     """
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
@@ -627,12 +888,13 @@ class Adam(torch.optim.Adam):
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
 
-    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
-        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
-        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes what the steps have left; rates and the like stay those of the command line."""
+        """Restores the moments; learning rates and other settings keep their current values."""
         state = state | {"param_groups": self.state_dict()["param_groups"]}
         inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
@@ -641,56 +903,112 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[to
     """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
     norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
-    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    if max_norm < math.inf:
+        scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
     return norms
 
 
-def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
-
-    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
-    untouched: own environments, own random numbers.
-    """
-    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
-    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-    playing, t, states = np.ones(n, dtype=bool), 0, (random.getstate(), np.random.get_state())
-    agent.eval()
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Environments and random numbers apart from those of the training, which is left as it was."""
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        render = {"render_mode": "rgb_array"} if film and not atari else {}
-        envs = make_envs(replace(args, async_envs=False), n, **render)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
+
+    Returns the return of each, and the means of what is measured; success only where info tells it.
+    """
+    n = args.eval_episodes
+    totals = np.zeros((4, n))  # return, discounted return, length, terminations
+    success, playing, t = np.full(n, np.nan), np.ones(n, dtype=bool), 0
+    with evaluation_envs(args, agent, n) as envs:
         obs, info = envs.reset(seed=args.eval_seed)
-        if film and atari:  # a vector of games is gray: a twin in colour plays the same game
-            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
-            twin.reset(seed=args.eval_seed)
         while playing.any() and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            if film and playing[0]:
-                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
-                if not isinstance(frame, np.ndarray):
-                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-                if t == 0:  # VP9: browsers play it
-                    codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
-                    writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
-                writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
-            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
-            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            check_step(next_obs, reward, t)
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & next_info.keys():
+                told = playing & next_info[f"_{key}"]
+                success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
             info |= next_info  # what else a policy keeps in it stays, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
-        envs.close()
-    agent.train()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
-    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
-    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
-    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, totals[1:], strict=True)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return totals[0], metrics
 
 
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films the first episode of an evaluation in VP8, which browsers play, at up to 30 frames a second."""
+    atari, writer, done, t = args.env_id.startswith("ALE/"), None, np.zeros(1, dtype=bool), 0
+    with evaluation_envs(args, agent, 1, **({} if atari else {"render_mode": "rgb_array"})) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        if atari:  # a vector of games is gray: a twin in color plays the same game
+            color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
+            twin.reset(seed=args.eval_seed)
+        fps = envs.metadata.get("render_fps") or 15
+        every = math.ceil(fps / 30)
+        while not done[0] and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, _, terminated, truncated, next_info = envs.step(action)
+            frame = as_frame(twin.step(action)[0][0] if atari else envs.envs[0].render(), args.env_id)
+            if writer is None:
+                size = frame.shape[1::-1]
+                writer = open_film(path, fps / every, size)
+            if t % every == 0:
+                writer.write(frame if frame.shape[1::-1] == size else cv2.resize(frame, size))
+            done, t = terminated | truncated, t + 1
+            obs, info = reset_done(envs, next_obs, info | next_info, done)
+    if writer is not None:
+        writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
 def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
@@ -700,35 +1018,70 @@ def load(path: str | Path) -> dict:
         raise UsageError(f"cannot load {path}: {error}") from None
 
 
-def load_policy(path: str | Path):
-    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+class Policy:
+    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+
+    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
+    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
-    return agent.eval().act
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
 
 
+# --- the run
 class Run:
-    """The folder of a run: its counters, log, evaluations and checkpoints.
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
     chunk is the number of environment steps between two pauses. parts are all that learning depends on,
     objects with state_dict and load_state_dict; agent is what plays.
     """
 
     def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
-        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
-        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
-        script = Path(sys.modules[train.__module__].__file__)
-        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
+        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
-        if not args.evaluate:
-            self.open(script)
 
     def load(self, path: Path) -> None:
         """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
@@ -738,7 +1091,7 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
@@ -748,17 +1101,65 @@ class Run:
         else:
             self.folder = path if path.is_dir() else path.parent
 
-    def open(self, script: Path) -> None:
+    def __enter__(self):
+        self.open()
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        quiet = (
+            contextlib.suppress(Exception) if error else contextlib.nullcontext()
+        )  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args, self.progress = self.args, self.folder / "progress.jsonl"
-        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -767,58 +1168,105 @@ class Run:
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
-        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
         self.started_at = time.perf_counter() - self.seconds
-        print(f"run folder: {self.folder}")
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, as the environment gave it."""
         self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
         for i in done.nonzero()[0]:
-            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
-            self.episode_return[i] = self.episode_length[i] = 0
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
-    def due(self, every: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+    def due(self, every: int, last: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
         now = self.finished or every > 0 and self.env_steps % every < self.chunk
-        return now and self.saved_at < self.env_steps
+        return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
-        args, film = self.args, None
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
-            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
-            film.parent.mkdir(exist_ok=True)
-        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
-        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
-        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
-        if args.evaluate or self.signal:
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short, and is made up for after --resume
             return returns
-        self.returns = returns.tolist()
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
-        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
         if returns.mean() > self.best:
             self.best = float(returns.mean())
-            self.save("best.pt", agent=self.parts["agent"])
+            self.save("best.pt", agent=agent)
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
@@ -826,7 +1274,9 @@ class Run:
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
-            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.seconds = time.perf_counter() - self.started_at
@@ -840,14 +1290,15 @@ class Run:
     def check_finite(self, values: dict) -> None:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
-            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
@@ -856,34 +1307,35 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves all that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that what follows depends on; episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
-        self.episode_return[:] = self.episode_length[:] = 0
+        self.running[:] = 0
 
-    def close(self, envs) -> np.ndarray:
-        """Returns the returns of the last evaluation, one per episode."""
-        envs.close()
-        self.writer.close()
-        self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.signal:
-            go_on = f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
-            sys.exit(128 + self.signal)
-        return np.array(self.returns)
+
+def action_text(space) -> str:
+    """What a policy decides, for people."""
+    if isinstance(space, Box):
+        return f"{math.prod(space.shape)} numbers"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        train(parse_args())
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ class Args:
     positive_advantage: bool = False  # subtract the smallest advantage of each rollout
     entropy_coef: float = 0.0  # weight of the entropy
     entropy_method: Bonus = "regularized"  # none; add it to the loss, or its softplus; max: add it to rewards
-    max_grad_norm: Rate = math.inf  # global norm at which each gradient is clipped
+    max_grad_norm: Rate = math.inf  # global norm at which a gradient is clipped
     hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
     critic_sizes: tuple[Count, ...] | None = None  # widths in the critic; None: hidden_sizes
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers

@@ -342,11 +342,14 @@ def record(monkeypatch):
 class Latest:
     run = None
 
+    def __getitem__(self, part: str):
+        return self.run.parts[part]
+
 
 @pytest.fixture
 def seen(monkeypatch):
     """The parts of the latest run of any script, by name, as they are at any time; seen.run is the run."""
-    found = Latest()
+    Latest.run = None
     for module in map(load_script, NAMES):
 
         def watched(run, args, chunk, init=module.Run.__init__, **parts):
@@ -354,7 +357,7 @@ def seen(monkeypatch):
             init(run, args, chunk, **parts)
 
         monkeypatch.setattr(module.Run, "__init__", watched)
-    return found
+    return Latest()
 
 
 @pytest.fixture

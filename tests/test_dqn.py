@@ -1,69 +1,44 @@
 """DQN: its learning rule, networks, replay memory and rhythm."""
 
 import math
+from functools import partial
 
+import conftest
 import numpy as np
+import odd_envs
 import pytest
 import torch
-from conftest import ROOT, checkpoint, equal, load_script, parts, progress, tiny
+from conftest import CPU, ROOT, checkpoint, equal, load_script, parts, progress
 from gymnasium.spaces import Box, Discrete
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
 from torch.nn.functional import huber_loss
 
 dqn = load_script("dqn")
-CPU = torch.device("cpu")
 ALL = dict(double=True, dueling=True, noisy=True, n_step=3, per=True)
-
-
-def arguments(env="Walk", run_dir="run", **changes):
-    """Arguments of 48 steps of two environments, with an update after every fifth, without a pause."""
-    env_id = f"probe_envs:{env}-v0" if env[-3:-1] != "-v" else env
-    plain = dict(env_id=env_id, env_kwargs={}, normalize_obs=False, eval_every=0, checkpoint_every=0)
-    plain |= dict(total_timesteps=96, learning_starts=20, train_every=5, target_update_every=10)
-    return tiny(dqn, run_dir, **plain | changes)
-
-
-def quick(env="Walk", **changes):
-    return dqn.train(arguments(env, **changes))
+# 48 steps of two environments, with an update after every fifth
+RHYTHM = dict(total_timesteps=96, learning_starts=20, train_every=5, target_update_every=10)
+short, quick = (partial(f, dqn, **RHYTHM) for f in (conftest.short, conftest.quick))
 
 
 def new_agent(actions=3, **changes):
     dqn.set_seed(0)
-    return dqn.Agent(Box(-1, 1, (4,)), Discrete(actions), arguments(**changes), CPU)
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """seen(owner, name) lists (step, arguments, result) of calls from then on; seen.run is the last Run."""
-
-    def seen(owner, name):
-        calls, original = [], getattr(owner, name)
-
-        def watched(*args, **kwargs):
-            seen.run = args[0] if owner is dqn.Run else seen.run
-            result = original(*args, **kwargs)
-            calls.append((getattr(seen.run, "env_steps", 0), args, result))
-            seen.order.append((name, calls[-1][0]))
-            return result
-
-        monkeypatch.setattr(owner, name, watched)
-        return calls
-
-    seen.run, seen.order = None, []
-    seen(dqn.Run, "__init__")
-    return seen
+    return dqn.Agent(dqn.Layout((4,)), Discrete(actions), short(**changes), CPU)
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def test_targets_and_losses_are_those_of_the_equations():
     target_q, online_q = torch.tensor([[1.0, 5.0], [4.0, 2.0]]), torch.tensor([[3.0, 2.0], [0.0, 1.0]])
     reward, discount = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.25])
-    assert dqn.td_target(reward, discount, target_q).tolist() == [3.5, 3]
-    assert dqn.td_target(reward, discount, target_q, online_q).tolist() == [1.5, 2.5]  # it chooses only
-    assert dqn.td_target(reward, torch.zeros(2), target_q, online_q).tolist() == [1, 2]
+    assert dqn.compute_td_target(reward, discount, target_q).tolist() == [3.5, 3]
+    assert dqn.compute_td_target(reward, discount, target_q, online_q).tolist() == [
+        1.5,
+        2.5,
+    ]  # it chooses only
+    assert dqn.compute_td_target(reward, torch.zeros(2), target_q, online_q).tolist() == [1, 2]
     error, weight, zero = torch.randn(100) * 3, torch.rand(100), torch.zeros(100)
     huber = huber_loss(error, zero, reduction="none")
-    torch.testing.assert_close(dqn.q_loss(error, weight), (weight * huber).sum() / 100)
+    torch.testing.assert_close(dqn.q_loss(error, weight, "huber"), (weight * huber).sum() / 100)
+    torch.testing.assert_close(dqn.q_loss(error, weight, "mse"), (weight * error.square()).sum() / 200)
 
 
 @pytest.mark.parametrize("change, expected", [
@@ -72,19 +47,20 @@ def test_targets_and_losses_are_those_of_the_equations():
 ])  # fmt: skip
 def test_epsilon_falls_in_a_line_after_a_random_start(change, expected):
     given = dict(learning_starts=100, total_timesteps=1000, epsilon_start=0.9, epsilon_end=0.1)
-    args = arguments(**given | dict(exploration_fraction=0.5) | change)
+    args = short(**given | dict(exploration_fraction=0.5) | change)
     assert [dqn.epsilon_at(at, args) for at in (0, 99, 100, 250, 500, 900)] == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(per=True), dict(n_step=3)])
-def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
+@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(per=True), dict(n_step=3), dict(loss="mse")])
+def test_a_training_minimizes_what_its_flags_say(flags, seen, record, monkeypatch):
     """At each update; the errors, not the losses, become priorities, and the log tells the last update."""
-    batches, samples = seen(dqn.FrameBuffer, "transitions"), seen(dqn.FrameBuffer, "sample")
-    priorities, clips = seen(dqn.FrameBuffer, "set_priority"), seen(dqn, "clip_gradients")
+    batches, samples = record(dqn.FrameBuffer, "transitions"), record(dqn.FrameBuffer, "sample")
+    priorities, clips = record(dqn.FrameBuffer, "set_priority"), record(dqn, "clip_gradients")
     real, found, disagree = dqn.q_loss, [], []
 
-    def watched(td_error, weight):
-        batch, agent, target = batches[-1][2], seen.run.parts["agent"], seen.run.parts["target_agent"]
+    def watched(td_error, weight, loss):
+        batch, agent, target = batches[-1][1], seen["agent"], seen["target_agent"]
+        assert loss == flags.get("loss", "huber")
         with torch.no_grad():
             by_target, by_agent = (network(batch["next_obs"]) for network in (target, agent))
             q_values = agent(batch["obs"])
@@ -93,29 +69,33 @@ def test_a_training_minimizes_what_its_flags_say(flags, seen, monkeypatch):
         found.append((batch["reward"] + batch["discount"] * by_target[rows, best] - q_value, q_value))
         disagree.append((by_target.argmax(1) != by_agent.argmax(1)).any())
         torch.testing.assert_close(td_error.detach(), found[-1][0])
-        torch.testing.assert_close(weight.double(), torch.from_numpy(samples[-1][2][1]), rtol=1e-5, atol=1e-6)
-        return real(td_error, weight)
+        torch.testing.assert_close(weight.double(), torch.from_numpy(samples[-1][1][1]), rtol=1e-5, atol=1e-6)
+        return real(td_error, weight, loss)
 
     monkeypatch.setattr(dqn, "q_loss", watched)
     slow = dict(gamma=0.9, tau=0.5, target_update_every=40, per_beta_start=0.2, max_grad_norm=0.3)
     quick(learning_rate=0.05, train_every=4, total_timesteps=160, updates_per_train=2, **slow, **flags)
     assert len(priorities) == len(found) == 72 and sum(disagree) > 5
-    for (step, given, drawn), (_, priority, _), (error, _) in zip(samples, priorities, found, strict=True):
+    for sample, (priority, _), (error, _) in zip(samples, priorities, found, strict=True):
+        (_, _, beta), (rows, _) = sample
         torch.testing.assert_close(priority[2], error)
-        assert priority[1] is drawn[0] and given[2] == pytest.approx(0.2 + 0.8 * (step - 2) / 160)
+        assert priority[1] is rows and beta == pytest.approx(0.2 + 0.8 * (sample.step - 2) / 160)
     (error, q_value), row = found[-1], progress()[-2]  # an evaluation follows
     names = "loss/td_error", "q/mean", "q/max", "q/target_mean"
     values = error.abs().mean(), q_value.mean(), q_value.max(), (error + q_value).mean()
     assert [row[name] for name in names] == pytest.approx([x.item() for x in values], rel=1e-4)
-    assert clips[-1][1][1] == 0.3
+    assert clips[-1][0][1] == 0.3
 
 
-def test_rewards_are_clipped_and_scaled_for_learning(seen):
-    batches = seen(dqn.FrameBuffer, "transitions")
+def test_rewards_are_clipped_and_scaled_for_learning_also_those_in_memory(record):
+    batches = record(dqn.FrameBuffer, "transitions")
     for change, expected in (({}, -1.5), (dict(clip_reward=True), -0.5)):
         batches.clear()
         quick("Ones", run_dir=f"{expected}", env_kwargs={"pay": -3.0}, reward_scale=0.5, **change)
-        assert len(batches) > 10 and all((batch["reward"] == expected).all() for *_, batch in batches)
+        assert len(batches) > 10 and all((batch["reward"] == expected).all() for _, batch in batches)
+    batches.clear()
+    dqn.train(dqn.parse_args("--resume -1.5 --total-timesteps 120 --reward-scale 2".split()))
+    assert all((batch["reward"] == -6).all() for _, batch in batches) and batches
 
 
 @pytest.mark.parametrize("switches", [{}, ALL], ids="-".join)
@@ -123,7 +103,7 @@ def test_values_are_of_the_endless_sum_where_episodes_are_only_truncated(switche
     """1 per step for ever is worth 1 / (1 - 0.7) = 10 / 3; ten steps would be 2.6 in the mean."""
     often = dict(train_every=1, target_update_every=5, total_timesteps=400)
     quick("Ones", gamma=0.7, learning_rate=0.03, **often, **switches)
-    q_values = seen.run.parts["agent"].eval()(torch.zeros(1, 4))
+    q_values = seen["agent"].eval()(torch.zeros(1, 4))
     assert q_values.max().item() == pytest.approx(10 / 3, abs=0.15)
 
 
@@ -148,7 +128,7 @@ def noise_of(layer):
 
 def test_noise_has_its_distribution_and_its_scale_is_learned():
     torch.manual_seed(0)
-    layer, bound = dqn.NoisyLinear(9, 6), 1 / 3
+    layer, bound = dqn.NoisyLinear(9, 6, independent=False), 1 / 3
     assert 0.9 * bound < layer.weight.abs().max() <= bound and 0 < layer.bias.abs().max() <= bound
     assert torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item() == pytest.approx(0.5 / 3)
     weight, bias, output = noise_of(layer)  # f(a) f(b) on weights, f(a) on biases
@@ -170,14 +150,29 @@ def test_noise_has_its_distribution_and_its_scale_is_learned():
     assert len(sigmas) == 8 and {*sigmas} == {0.25, 0.125}
 
 
-def test_noise_explores_in_place_of_epsilon_and_is_absent_from_evaluations(seen):
+def test_independent_noise_is_a_number_for_each_weight():
+    torch.manual_seed(0)
+    layer = dqn.NoisyLinear(9, 6, independent=True)
+    weight, bias, _ = noise_of(layer)
+    assert torch.linalg.matrix_rank(weight, atol=1e-2) == 6  # factorized noise has rank one
+    draws = [noise_of(layer) for _ in range(2000)]
+    for noise in (torch.stack(x) for x in list(zip(*draws, strict=True))[:2]):
+        assert noise.mean().item() == pytest.approx(0, abs=0.03)
+        assert noise.square().mean().item() == pytest.approx(1, rel=0.06)
+    sigmas = torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma])
+    assert sigmas.unique().item() == pytest.approx(0.017)
+    assert 0.9 * (3 / 9) ** 0.5 < layer.weight.abs().max() <= (3 / 9) ** 0.5
+    quick(noisy=True, independent_noise=True)
+
+
+def test_noise_explores_in_place_of_epsilon_and_is_absent_from_evaluations(record, seen):
     """All observations are equal, and evaluations are of two environments."""
-    actions, outputs = seen(dqn.Agent, "act"), seen(dqn.Agent, "forward")
+    actions, outputs = record(dqn.Agent, "act"), record(dqn.Agent, "forward")
     quick("Ones", noisy=True, double=True, num_envs=9, total_timesteps=270, learning_rate=0.0)
-    values = [(len(x), x[0].detach().numpy().tobytes()) for *_, x in outputs]
+    values = [(len(x), x[0].detach().numpy().tobytes()) for _, x in outputs]
     trained = [x for x in values if x[0] != 2]
     assert len(set(trained)) == len(trained) > 100 and len(set(values)) == len(trained) + 1
-    chosen = [action for step, _, action in actions if step >= 20 and len(action) == 9]
+    chosen = [call[1] for call in actions if call.step >= 20 and len(call[1]) == 9]
     assert len(chosen) > 20 and all(len(set(action)) == 1 for action in chosen)
 
 
@@ -232,7 +227,7 @@ def test_the_memory_equals_a_naive_one(shape, stack, num_envs, size, per, n_step
     """Random ends of both kinds, segments that end, laps of the ring, new priorities, reloads in between."""
     rng, env_id = np.random.default_rng(0), "ALE/Pong-v5" if stack > 1 else "Walk"
     given = dict(num_envs=num_envs, buffer_size=size, n_step=n_step, per=per, per_eps=0.1, per_alpha=0.7)
-    args, dtype = arguments(env_id, gamma=0.9, **given), np.uint8 if shape[1:] else np.float32
+    args, dtype = short(env_id, gamma=0.9, **given), np.uint8 if shape[1:] else np.float32
     np.random.seed(0)
     make = lambda: dqn.FrameBuffer(args, Box(0, 255, shape, dtype), CPU)
     draw = lambda: rng.integers(0, 256, (num_envs, *shape)).astype(dtype)
@@ -293,7 +288,7 @@ def test_each_leaf_is_drawn_from_its_part_of_the_mass(size, monkeypatch):
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refused(stack):
     space, frame = Box(0, 255, (stack, 3, 3), np.uint8), np.zeros((2, stack, 3, 3), np.uint8)
-    make = lambda size: dqn.FrameBuffer(arguments("ALE/Pong-v5", buffer_size=size, per=True), space, CPU)
+    make = lambda size: dqn.FrameBuffer(short("ALE/Pong-v5", buffer_size=size, per=True), space, CPU)
     least = 2 * (2 * stack + 1)
     with pytest.raises(dqn.UsageError, match=rf"--buffer-size {least - 1} .*\b{least}\b"):
         make(least - 1)
@@ -307,7 +302,7 @@ def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refu
 
 
 def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled(monkeypatch, capsys):
-    args, space = arguments("ALE/Pong-v5", num_envs=1, buffer_size=10**6), Box(0, 255, (4, 84, 84), np.uint8)
+    args, space = short("ALE/Pong-v5", num_envs=1, buffer_size=10**6), Box(0, 255, (4, 84, 84), np.uint8)
     make = lambda **changes: dqn.FrameBuffer(dqn.replace(args, **changes), space, CPU)
     monkeypatch.setattr(dqn, "free_memory", lambda device: 7.5e9)
     trained, buffer = quick(), make()
@@ -326,10 +321,10 @@ def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled
 
 # ------------------------------------------------------------------------------------------------- training
 @pytest.mark.parametrize("num_envs", [1, 4])
-def test_no_transition_joins_two_episodes_and_a_time_limit_keeps_its_true_successor(num_envs, seen):
-    batches, starts, kinds = seen(dqn.FrameBuffer, "transitions"), seen(dqn.FrameBuffer, "start"), set()
+def test_no_transition_joins_two_episodes_and_a_time_limit_keeps_its_true_successor(num_envs, record):
+    batches, starts, kinds = record(dqn.FrameBuffer, "transitions"), record(dqn.FrameBuffer, "start"), set()
     quick("Boundary", num_envs=num_envs, total_timesteps=400, checkpoint_every=25, batch_size=64, gamma=0.5)
-    for *_, batch in batches:
+    for _, batch in batches:
         columns = (batch[name].tolist() for name in ("obs", "reward", "discount", "next_obs"))
         for obs, reward, discount, next_obs in zip(*columns, strict=True):
             number, episode, t, end = map(int, obs)
@@ -339,28 +334,28 @@ def test_no_transition_joins_two_episodes_and_a_time_limit_keeps_its_true_succes
             assert (reward, discount) == (boundary_reward(episode, t + 1), 0 if terminates else 0.5)
             kinds.add((last, terminates))
     ended = sum(t == boundary_length(i, e) for evaluates, i, e, t, *_ in Boundary.steps if not evaluates)
-    assert len(kinds) == 3 and sum(args[2].sum() for _, args, _ in starts if len(args) > 2) == ended
+    assert len(kinds) == 3 and sum(args[2].sum() for args, _ in starts if len(args) > 2) == ended
 
 
-def test_atari_transitions_are_the_stacks_that_were_seen_and_a_lost_life_ends_nothing(seen):
-    starts, adds = seen(dqn.FrameBuffer, "start"), seen(dqn.FrameBuffer, "add")
-    batches, resets = seen(dqn.FrameBuffer, "transitions"), seen(dqn, "reset_done")
+def test_atari_transitions_are_the_stacks_that_were_seen_and_a_lost_life_ends_nothing(record):
+    starts, adds = record(dqn.FrameBuffer, "start"), record(dqn.FrameBuffer, "add")
+    batches, resets = record(dqn.FrameBuffer, "transitions"), record(dqn, "reset_done")
     small = dict(total_timesteps=200, learning_starts=100, train_every=10, batch_size=8, eval_max_steps=3)
     quick("ALE/Breakout-v5", buffer_size=100, **small)
-    pairs, obs = set(), starts[0][1][1]
-    for _, (_, action, _, terminated, next_obs), _ in adds:
+    pairs, obs = set(), starts[0][0][1]
+    for (_, action, _, terminated, next_obs), _ in adds:
         assert not terminated.any()
         pairs |= {(x.tobytes(), y.tobytes(), z) for x, y, z in zip(obs, next_obs, action, strict=True)}
         obs = next_obs
-    for *_, batch in batches:
+    for _, batch in batches:
         columns = (batch[name].numpy() for name in ("obs", "next_obs", "action"))
         assert pairs.issuperset((x.tobytes(), y.tobytes(), z) for x, y, z in zip(*columns, strict=True))
-    assert len(batches) == 11 and len({args[2]["lives"][0] for _, args, _ in resets}) > 1
+    assert len(batches) == 11 and len({args[2]["lives"][0] for args, _ in resets}) > 1
 
 
 @pytest.mark.parametrize("num_envs", [1, 3, 24])
-def test_updates_and_copies_come_in_order_at_exact_steps_also_after_a_resume(num_envs, seen):
-    seen(dqn, "q_loss"), (copies := seen(dqn, "polyak_update"))
+def test_updates_and_copies_come_in_order_at_exact_steps_also_after_a_resume(num_envs, seen, record):
+    record(dqn, "q_loss"), (copies := record(dqn, "polyak_update"))
     every = dict(train_every=7, updates_per_train=2, target_update_every=10, learning_starts=40)
     quick("Boundary", num_envs=num_envs, total_timesteps=120, tau=0.3, **every)
     dqn.train(dqn.parse_args("--resume run --total-timesteps 240".split()))
@@ -369,20 +364,20 @@ def test_updates_and_copies_come_in_order_at_exact_steps_also_after_a_resume(num
         at = math.ceil(step / num_envs) * num_envs
         expected += [("q_loss", at)] * 2 * (step >= 40 and step % 7 == 0)
         expected += [("polyak_update", at)] * (step % 10 == 0)
-    assert [call for call in seen.order if call[0] != "__init__"] == expected
-    networks = seen.run.parts["agent"], seen.run.parts["target_agent"]
-    assert copies[-1][1] == (*networks, 0.3) and networks[0] is not networks[1]
+    assert [(call.name, call.step) for call in record.all] == expected
+    networks = seen["agent"], seen["target_agent"]
+    assert copies[-1][0] == [*networks, 0.3] and networks[0] is not networks[1]
 
 
-def test_a_training_follows_its_schedules(seen):
+def test_a_training_follows_its_schedules(seen, record):
     """All observe the same, and hardly anything is learned, so that the greedy action stays the same."""
-    adds = seen(dqn.FrameBuffer, "add")
+    adds = record(dqn.FrameBuffer, "add")
     line = dict(epsilon_start=0.8, epsilon_end=0.2, exploration_fraction=0.5, learning_starts=1000)
     many = dict(num_envs=200, total_timesteps=8000, buffer_size=800, train_every=1000, log_every=200)
     quick("Ones", learning_rate=1e-9, **many, **line)
-    greedy = seen.run.parts["agent"].act(np.zeros((1, 4)), {})[0]
-    for (step, (_, action, *_), _), row in zip(adds, progress()[:-1], strict=True):
-        t = step - 200
+    greedy = seen["agent"].act(np.zeros((1, 4)), {})[0]
+    for add, row in zip(adds, progress()[:-1], strict=True):
+        ((_, action, *_), _), step, t = add, add.step, add.step - 200
         epsilon = 1 if t < 1000 else max(0.2, 0.8 - 0.6 * t / 4000)
         assert np.mean(action != greedy) == pytest.approx(epsilon / 2, abs=0.12)
         told = [row["schedule/epsilon"], 1e9 * row["schedule/learning_rate"]]
@@ -413,7 +408,7 @@ def test_weights_to_start_from_are_those_of_the_target_too():
 
 def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT))
-    args = arguments("benchmark.minatar_envs:MinAtar/Breakout-v1")
+    args = short("benchmark.minatar_envs:MinAtar/Breakout-v1")
     env, played = dqn.make_envs(args, 1, render_mode="rgb_array"), []
     for _ in range(2):
         obs, _ = env.reset(seed=3)
@@ -423,4 +418,4 @@ def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):
     (frame,) = env.render()
     assert frame.shape == (160, 160, 3) and frame.dtype == np.uint8 and len(np.unique(frame)) > 2
     agent = dqn.Agent(env.single_observation_space, env.single_action_space, args, CPU)
-    assert isinstance(agent.trunk.cnn, dqn.NatureCNN)
+    assert isinstance(agent.trunk.cnns[0], dqn.NatureCNN)

@@ -1,51 +1,31 @@
 """What ddpg_td3.py, sac.py and its children do alike, and the first two alone: targets, actors, rhythm."""
 
 import math
+from functools import partial
 
+import conftest
 import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import batches, call_main, checkpoint, equal, load_script, progress, tiny
+from conftest import CPU, call_main, checkpoint, equal, has, load_script, progress, scripts_with
 from gymnasium.spaces import Box
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
 
-CPU = torch.device("cpu")
-FOUR, TWO = Box(-1, 1, (4,)), Box(-1, 1, (2,))
 td3, sac, tqc, crossq = map(load_script, ("ddpg_td3", "sac", "tqc", "crossq"))
+FAMILY = [load_script(name) for name in scripts_with("ReplayBuffer")]
+NAME = lambda script: script.__name__
+FOUR, TWO = sac.Layout((4,)), Box(-1, 1, (2,))
+# 48 steps of two environments, of which the first 16 are random
+short, quick = (
+    partial(f, total_timesteps=96, learning_starts=32, updates_per_step=1.0)
+    for f in (conftest.short, conftest.quick)
+)
 
 
-@pytest.fixture(params=[td3, sac, tqc, crossq], ids=["td3", "sac", "tqc", "crossq"])
+@pytest.fixture(params=FAMILY, ids=NAME)
 def both(request):
     return request.param
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    """The parts of the last Run of a script, by name, as they are at any time."""
-    found = {}
-    for script in (td3, sac, tqc, crossq):
-
-        def watched(self, args, chunk, init=script.Run.__init__, **parts):
-            found.update(parts)
-            init(self, args, chunk, **parts)
-
-        monkeypatch.setattr(script.Run, "__init__", watched)
-    return found
-
-
-def arguments(script, env="Walk", run_dir="run", **changes):
-    """Arguments of 48 steps of two environments, of which the first 16 are random, without a pause."""
-    own = {"env_kwargs": {} if env in ("Box", "LQ") else {"actions": "box"}}
-    plain = dict(
-        env_id=f"probe_envs:{env}-v0", total_timesteps=96, learning_starts=32, updates_per_step=1.0,
-        normalize_obs=False, eval_every=0, checkpoint_every=0,
-    )  # fmt: skip
-    return tiny(script, run_dir, **plain | own | changes)
-
-
-def quick(script, env="Walk", **changes):
-    return script.train(arguments(script, env, **changes))
 
 
 # -------------------------------------------------------------------------------------------- replay memory
@@ -72,7 +52,7 @@ def test_no_transition_joins_two_episodes_or_segments(both, seen, num_envs, asyn
 def test_n_step_transitions_are_those_of_brute_force(both, n_step):
     rng, n, steps, gamma = np.random.default_rng(0), 3, 50, 0.5
     buffer = both.ReplayBuffer(
-        arguments(both, num_envs=n, n_step=n_step, gamma=gamma, buffer_size=90), FOUR, TWO, CPU
+        short(both, num_envs=n, n_step=n_step, gamma=gamma, buffer_size=90), FOUR, TWO, CPU
     )
     reward = rng.normal(size=(steps, n))
     terminated, truncated = rng.random((2, steps, n)) < 0.15
@@ -126,7 +106,7 @@ def test_critics_learn_the_endless_sum_where_episodes_are_only_truncated(name, c
 
 @pytest.mark.parametrize("both", [td3, sac])
 def test_twin_critics_are_apart_and_each_is_what_it_is_alone(both):
-    args = arguments(both, hidden_sizes=(8, 6))
+    args = short(both, hidden_sizes=(8, 6))
     critic, obs, action = both.Critic(FOUR, TWO, args), torch.randn(50, 4), torch.rand(50, 2)
     values = critic(obs, action).view(2, 50)
     assert torch.sub(*values).abs().min() > 0
@@ -137,10 +117,10 @@ def test_twin_critics_are_apart_and_each_is_what_it_is_alone(both):
             x = x if layer is critic.layers[-1] else x.relu()
         torch.testing.assert_close(values[i], x.squeeze(-1))
     if both is td3:
-        torch.testing.assert_close(critic(obs, action, first=1)[0], values[0])
+        torch.testing.assert_close(critic(obs, action, n=1)[0], values[0])
 
 
-@pytest.mark.parametrize("both", [td3, sac, crossq])
+@pytest.mark.parametrize("both", [x for x in FAMILY if hasattr(x, "critic_loss")], ids=NAME)
 def test_critic_loss_equals_numbers_worked_out_by_hand(both):
     q_values, td_target = torch.tensor([[1.0, 2.0], [0.0, 5.0]]), torch.tensor([2.0, 4.0])
     assert both.critic_loss(q_values, td_target) == (1 + 4) / 2 + (4 + 1) / 2
@@ -159,7 +139,9 @@ def solve_lq(gamma: float):
 @pytest.mark.parametrize("name", ["ddpg", "td3", "sac"])
 def test_critics_and_actor_solve_the_linear_quadratic_problem(name, seen):
     changes = dict(learning_rate=3e-3, anneal_lr=True, tau=0.02, batch_size=128, gamma=0.8, num_envs=1)
-    changes |= dict(total_timesteps=2500, learning_starts=500, hidden_sizes=(32, 32), buffer_size=5000)
+    changes |= dict(
+        total_timesteps=2500, learning_starts=500, hidden_sizes=(32, 32), critic_sizes=None, buffer_size=5000
+    )
     own = dict(algorithm=name, exploration_noise=0.3, target_noise=0.0)
     own = dict(auto_alpha=False, alpha=0.002) if name == "sac" else own
     quick(sac if name == "sac" else td3, "LQ", **changes, **own)
@@ -167,7 +149,7 @@ def test_critics_and_actor_solve_the_linear_quadratic_problem(name, seen):
     found = seen["agent"].critic(obs, action).view(-1, len(q_value))
     assert (found - q_value).abs().max() < 0.2  # Q* goes from -1.4 to 0
     greedy = torch.from_numpy(seen["agent"].act(obs.numpy(), {}))
-    assert (greedy - best).abs().max() < 0.2  # pi* goes from -0.7 to 0.7
+    assert (greedy - best).abs().max() < 0.35  # pi* goes from -0.7 to 0.7
 
 
 # ------------------------------------------------------------------------------------------------- training
@@ -206,7 +188,7 @@ def test_updates_per_step_and_policy_delay_count_updates(both, seen, record, rat
     assert {tuple(given) for given, _ in moves} == pairs
 
 
-@pytest.mark.parametrize("both", [td3, sac, tqc])
+@pytest.mark.parametrize("both", [x for x in FAMILY if has(x, "tau")], ids=NAME)
 def test_targets_move_by_tau_and_copy_the_statistics_of_layers(both):
     network, target = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))
     network(torch.randn(9, 2))
@@ -233,7 +215,7 @@ def test_environments_explore_apart(both, seen):
     assert (actions[:, 1:] - actions[:, :1]).abs().min() > 0
 
 
-@pytest.mark.parametrize("both", [td3, sac, tqc])
+@pytest.mark.parametrize("both", [x for x in FAMILY if has(x, "tau")], ids=NAME)
 def test_what_acts_or_learns_sees_normalized_observations_only(both, seen, record):
     normed = record(both.RunningNorm, "forward")
     calls = [record(both.Critic, "forward"), record(both.Actor, "forward")]
@@ -267,23 +249,23 @@ def test_images_are_learned_from(both):
     (sac, "Pendulum-v1 --alpha 0", "--alpha"),
 ])  # fmt: skip
 def test_what_it_cannot_do_is_refused_with_a_way_out(script, words, hint):
-    words = f"--device cpu --total-timesteps 9 --env-id {words}".split()
+    words = f"--device cpu --env-id {words}".split()
     with pytest.raises(script.UsageError, match=hint):
         script.train(script.parse_args(words))
 
 
 # ---------------------------------------------------------------------------------------------- ddpg and td3
-def test_the_target_is_the_reward_and_the_least_value_of_targets(seen, record):
-    losses, drawn = record(td3, "critic_loss"), batches(td3, record)
+def test_the_target_is_the_reward_and_the_least_value_of_targets(seen, record, drawn):
+    losses, batches = record(td3, "critic_loss"), drawn(td3)
     options = dict(learning_rate=0.01, reward_scale=0.1, gamma=0.5, target_noise=0.0, tau=0.0)
     quick(td3, "Boundary", **options)
-    batch, agent = drawn[-1], seen["agent"]
+    batch, agent = batches[-1], seen["agent"]
     with torch.no_grad():
         values = agent.target_critic(batch["next_obs"], agent.target_actor(batch["next_obs"]))
     assert (values[0] - values[1]).abs().min() > 1e-4
     target = 0.1 * batch["reward"] + batch["discount"] * torch.minimum(*values)
     torch.testing.assert_close(losses[-1][0][1], target)
-    assert 0 in batch["discount"] and 0.5 in batch["discount"]
+    assert torch.cat([batch["discount"] for batch in batches]).unique().tolist() == [0, 0.5]
 
 
 def test_smooth_action_clips_the_noise_and_the_action():
@@ -316,7 +298,7 @@ def test_exploration_noise_has_its_size_and_its_memory():
 def test_exploration_noise_is_forgotten_where_an_episode_or_a_segment_starts(record):
     """A checkpoint, after which a segment starts, follows steps 20 and 40 of both environments."""
     explored, resets = record(td3, "explore"), record(td3, "reset_done")
-    quick(td3, "Boundary", noise="ou", exploration_noise=0.3, learning_starts=0, checkpoint_every=20)
+    quick(td3, "Boundary", noise_type="ou", exploration_noise=0.3, learning_starts=0, checkpoint_every=20)
     done = [given[3] for given, _ in resets][:48]  # the evaluation follows
     assert len(explored) == 48
     for t, ((old_noise, kind, std), _) in enumerate(explored):
@@ -325,19 +307,19 @@ def test_exploration_noise_is_forgotten_where_an_episode_or_a_segment_starts(rec
         assert np.array_equal(old_noise[:, 0] == 0, starts), t
 
 
-def test_the_actor_climbs_the_value_of_the_first_critic(seen, record):
-    steps, drawn = record(td3, "gradient_step"), batches(td3, record)
+def test_the_actor_climbs_the_value_of_the_first_critic(seen, record, drawn):
+    steps, batches = record(td3, "gradient_step"), drawn(td3)
     quick(td3, learning_rate=0.0)
     number = max(i for i, (given, _) in enumerate(steps) if given[1] is seen["actor_optimizer"])
     updates = sum(given[1] is seen["critic_optimizer"] for given, _ in steps[:number])
-    agent, obs = seen["agent"], drawn[updates - 1]["obs"]
+    agent, obs = seen["agent"], batches[updates - 1]["obs"]
     first, second = agent.critic(obs, agent.actor(obs)).mean(dim=-1)
     torch.testing.assert_close(steps[number][0][0], -first.detach())
     assert abs(first - second) > 1e-3
 
 
 def test_presets_fill_what_is_not_given():
-    names = ("twin_critics", "policy_delay", "target_noise", "noise")
+    names = ("twin_critics", "policy_delay", "target_noise", "noise_type")
     chosen = lambda **given: [td3.ingredient(td3.Args(**given), name) for name in names]
     assert chosen(algorithm="ddpg") == [False, 1, 0.0, "ou"] and chosen() == [True, 2, 0.2, "gaussian"]
     assert chosen(algorithm="ddpg", twin_critics=True, target_noise=0.1) == [True, 1, 0.1, "ou"]
@@ -376,7 +358,7 @@ def test_soft_value_equals_numbers_worked_out_by_hand():
 @pytest.mark.parametrize("asked, log_std", [(-1.0, -1.0), (-90.0, -20.0), (90.0, 2.0)])
 def test_the_actor_draws_what_it_says_within_limits(asked, log_std, record):
     torch.manual_seed(1)
-    agent, squashed = sac.Agent(FOUR, TWO, arguments(sac), CPU), record(sac, "squashed_gaussian")
+    agent, squashed = sac.Agent(FOUR, TWO, short(sac), CPU), record(sac, "squashed_gaussian")
     with torch.no_grad():
         agent.actor.head.bias[:] = torch.tensor([0.5, 0.5, asked, asked])
         obs = torch.randn(1, 4).expand(20_000, -1)
@@ -424,16 +406,16 @@ def test_target_entropy_follows_the_action_space(env, expected, record):
     assert losses[-1][0][2] == pytest.approx(expected)
 
 
-def test_the_target_is_the_soft_value_of_the_target_critics(seen, record):
-    losses, values, drawn = record(sac, "critic_loss"), record(sac, "soft_value"), batches(sac, record)
+def test_the_target_is_the_soft_value_of_the_target_critics(seen, record, drawn):
+    losses, values, batches = record(sac, "critic_loss"), record(sac, "soft_value"), drawn(sac)
     critics = record(sac.Critic, "forward")
     quick(sac, "Boundary", learning_rate=0.01, reward_scale=0.1, gamma=0.5, auto_alpha=False, alpha=0.3)
-    batch, of_target = drawn[-1], values[-2]  # that of the actor's loss follows
+    batch, of_target = batches[-1], values[-2]  # that of the actor's loss follows
     judge, states = critics[-3][0][:2]  # two calls of the online critics follow
     assert judge is seen["agent"].target_critic and torch.equal(states, batch["next_obs"])
     assert of_target[0][2] == pytest.approx(0.3) and of_target[0][0].shape == (2, 16)
     torch.testing.assert_close(losses[-1][0][1], 0.1 * batch["reward"] + batch["discount"] * of_target[1])
-    assert 0 in batch["discount"] and 0.5 in batch["discount"]
+    assert torch.cat([batch["discount"] for batch in batches]).unique().tolist() == [0, 0.5]
 
 
 @pytest.mark.parametrize("hold", [1, 4])
@@ -442,3 +424,55 @@ def test_random_actions_are_held_for_random_hold_steps(seen, hold):
     actions = seen["buffer"].data["action"][:80].view(40, 2).numpy()
     for t in range(1, 40):
         assert np.array_equal(actions[t], actions[t - 1]) == (t % hold != 0 and t != 22), t
+
+
+# ------------------------------------------------------------------------------------------- options of all
+def test_rewards_are_stored_as_they_came_and_scaled_when_they_are_replayed(both, seen, drawn, record):
+    """So --reward-scale holds for what a resumed run has in its memory, too."""
+    losses = record(both, "critic_loss" if hasattr(both, "critic_loss") else "quantile_huber_loss")
+    alone = dict(env_kwargs={"pay": 3.0}, gamma=0.0)
+    quick(both, "Ones", **alone)
+    both.train(both.parse_args("--resume run --total-timesteps 120 --reward-scale 0.5".split()))
+    assert seen["buffer"].data["reward"][: seen["buffer"].filled].unique().tolist() == [3.0]
+    targets = [call[0][1] for call in losses]
+    assert targets[0].unique().tolist() == [3.0] and targets[-1].unique().tolist() == [1.5]
+
+
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(both, record, seen):
+    losses = record(both, "critic_loss" if hasattr(both, "critic_loss") else "quantile_huber_loss")
+    quick(both, "Boundary", normalize_reward=True, gamma=0.0, batch_size=2000)
+    rewards = np.array([step[5] for step in Boundary.steps if not step[0]])
+    targets, stored = losses[-1][0][1].unique(), np.unique(rewards)
+    assert np.allclose(targets.sort()[0], (stored / rewards.std()).clip(-10, 10), rtol=1e-3)
+    assert set(seen["buffer"].data["reward"][:96].unique().tolist()) == set(stored)
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_targets_are_clipped(both, record, positive):
+    losses = record(both, "critic_loss" if hasattr(both, "critic_loss") else "quantile_huber_loss")
+    for pay, clipped in ((3.0, 0.0 if positive else 2.0), (-3.0, -2.0)):
+        options = dict(clip_return=2.0, clip_positive_returns=positive)
+        quick(both, "Ones", run_dir=f"{pay}", env_kwargs={"pay": pay}, gamma=0.0, **options)
+        assert losses[-1][0][1].unique().tolist() == [clipped]
+
+
+def test_actor_and_critics_have_weight_decays_of_their_own(both, seen):
+    quick(both, actor_weight_decay=0.1, critic_weight_decay=0.2)
+    decay = lambda part: seen[f"{part}_optimizer"].param_groups[0]["weight_decay"]
+    assert (decay("actor"), decay("critic")) == (0.1, 0.2)
+    assert both is td3 or decay("alpha") == 0
+
+
+@pytest.mark.parametrize("both", [x for x in FAMILY if has(x, "caps_temporal")], ids=NAME)
+def test_a_smooth_policy_is_asked_for_by_the_distance_of_its_actions(both, record):
+    a, b = torch.tensor([[0.0, 3.0], [1.0, 1.0]]), torch.tensor([[4.0, 0.0], [1.0, 1.0]])
+    assert both.caps_loss(a, b).item() == 2.5
+    calls = record(both, "caps_loss")
+    quick(both, caps_temporal=0.5, caps_spatial=0.5, caps_epsilon=1e-4)
+    assert len(calls) % 2 == 0 and calls[1][1] < 0.01 * calls[0][1]  # near states have near actions
+
+
+def test_training_that_would_never_learn_is_refused(both, capsys):
+    assert call_main(both, "--total-timesteps", "1500", "--learning-starts", "1500") == 2
+    line = capsys.readouterr().err
+    assert "--learning-starts 1500" in line and "try 150" in line and line.count("\n") == 1

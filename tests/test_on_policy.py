@@ -99,8 +99,9 @@ def test_gae_is_the_sum_over_the_rest_of_the_episode(ppo, gae_lambda):
 
 def test_a_time_limit_is_no_termination(critics):
     """Pays 1 per step and never ends; a time limit cuts it every 10 steps: the value is 1 / (1 - gamma)."""
+    has_epochs = has(critics, "update_epochs") or has(critics, "value_epochs")
     args = short(critics, "Ones", gamma=0.9, learning_rate=0.01, critic_lr=0.1, num_steps=8)
-    critics.train(critics.replace(args, total_timesteps=4800 if critics.__name__ == "a2c" else 1600))
+    critics.train(critics.replace(args, total_timesteps=1600 if has_epochs else 4800))
     assert np.mean([row["value/mean"] for row in updates()[-10:]]) == pytest.approx(10, abs=0.7)
 
 
@@ -158,7 +159,7 @@ def test_advantages_are_normalized_in_each_minibatch_or_not_at_all(critics, monk
         assert float(mean) == pytest.approx(row["value/target_mean"] - row["value/mean"], abs=1e-4)
 
 
-# ---------------------------------------------------------------------------------------- what a critic is for
+# --------------------------------------------------------------------------------------- what a critic is for
 def test_explained_variance_is_the_share_of_the_returns_that_the_values_explain(critics, record):
     advantages = record(critics, "compute_gae")
     quick(critics, total_timesteps=128, learning_rate=0.01, critic_lr=0.01)
@@ -190,6 +191,29 @@ def test_a_shared_trunk_learns_from_the_value_error(name, monkeypatch):
     before, after = (checkpoint(name=file)["agent"] for file in ("models/0.pt", "checkpoint.pt"))
     changed = {name.split(".")[0] for name in before if not torch.equal(before[name], after[name])}
     assert changed == {"actor", "critic", "value_head"}  # actor and critic are one network
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_positive_advantages_begin_at_0_in_each_minibatch(critics, monkeypatch, normalize):
+    calls = watch_loss(critics, monkeypatch)
+    quick(critics, positive_advantage=True, normalize_advantage=normalize, learning_rate=1e-9)
+    assert calls and all(call["advantage"].min() == 0 for call in calls)
+    assert all((abs(call["advantage"].std() - 1) < 1e-4) == normalize for call in calls)
+
+
+@pytest.mark.parametrize("name", scripts_with("value_loss"))
+def test_a_value_beyond_the_clip_gains_nothing_by_going_further(name):
+    script = load_script(name)
+    old, return_ = torch.zeros(4), torch.tensor([1.0, 1.0, 1.0, -1.0])
+    value = torch.tensor([0.1, 0.5, -0.5, -0.5], requires_grad=True)
+    loss = script.value_loss(value, old, return_, 0.2)
+    worse = [0.9**2, 0.8**2, 1.5**2, 0.8**2]
+    assert float(loss) == pytest.approx(np.mean(worse) / 2)
+    loss.backward()
+    assert value.grad.tolist() == pytest.approx([-0.9 / 4, 0, -1.5 / 4, 0])
+    assert float(script.value_loss(value, old, return_, math.inf)) == pytest.approx(
+        np.mean([0.9**2, 0.5**2, 1.5**2, 0.5**2]) / 2
+    )
 
 
 # ---------------------------------------------------------------------------------------- acting and learning
@@ -485,13 +509,21 @@ def test_a_minibatch_of_one_gives_no_nan(ppo):
 
 def test_the_entropy_bonus_widens_the_policy(critics):
     final = {}
-    for coef, method in ((1.0, "regularized"), (-1.0, "regularized"), (1.0, "none"), (0.0, "regularized")):
+    for coef, method in (
+        (1.0, "regularized"),
+        (-1.0, "regularized"),
+        (1.0, "softplus"),
+        (1.0, "none"),
+        (0.0, "regularized"),
+    ):
         options = dict(entropy_coef=coef, entropy_method=method, learning_rate=0.01, max_kl=0.05)
         folder = f"{coef}-{method}"
         quick(critics, run_dir=folder, env_kwargs={"actions": "box"}, total_timesteps=512, **options)
         final[coef, method] = checkpoint(folder)["agent"]
     width = {key: float(agent["head.log_std"]) for key, agent in final.items()}
     assert width[1.0, "regularized"] > width[0.0, "regularized"] + 0.005
+    assert width[1.0, "softplus"] > width[0.0, "regularized"] + 0.001
+    assert not equal(final[1.0, "softplus"], final[1.0, "regularized"])
     assert width[-1.0, "regularized"] < width[0.0, "regularized"] - 0.005
     assert equal(final[1.0, "none"], final[0.0, "regularized"])
 

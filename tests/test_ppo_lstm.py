@@ -4,8 +4,8 @@ import gymnasium as gym
 import numpy as np
 import pytest
 import torch
-from conftest import call_main, flags, load_script, progress, tiny
-from test_on_policy import CPU, short, updates, watch_loss
+from conftest import CPU, call_main, flags, load_script, play, probe, tiny
+from test_on_policy import quick, short, updates, watch_loss
 
 import benchmark.hidden_envs as hidden_envs
 
@@ -20,7 +20,7 @@ def ppo_lstm():
 def make_agent(script, memory="lstm", shared=False, **changes):
     torch.manual_seed(0)
     args = tiny(script, memory=memory, shared_trunk=shared, normalize_obs=False, **changes)
-    return script.Agent(gym.spaces.Box(-1, 1, (3,)), gym.spaces.Discrete(4), args, CPU)
+    return script.Agent(script.Layout((3,)), gym.spaces.Discrete(4), args, CPU)
 
 
 def random_ends(steps=30, envs=5):
@@ -49,32 +49,33 @@ def test_a_call_with_all_sequences_is_step_by_step_with_nothing_in_mind_after_an
     ppo_lstm, memory, shared
 ):
     agent, done = make_agent(ppo_lstm, memory, shared), random_ends()
-    obs, now = torch.randn(30, 5, 3), torch.randn(5, *agent.memory_shape)
-    features, before, after = [], [], []
+    outputs = lambda pi, value: torch.cat([pi.flatten(1), value[:, None]], dim=1)
+    obs, now = torch.randn(30, 5, 3), torch.randn_like(agent.empty_memory(5))
+    known, before, after = [], [], []
     for t in range(30):
         before.append(now)
-        out, now = agent.encode(obs[t], now)
-        features.append(torch.cat([agent.policy(out).flatten(1), agent.value(out)[:, None]], dim=1))
+        pi, value, now = agent(obs[t], now)
+        known.append(outputs(pi, value))
         after.append(now)
         now = now * (1 - done[t])[:, None, None]
-    before, after, features = torch.cat(before), torch.cat(after), torch.cat(features)
+    before, after, known = torch.cat(before), torch.cat(after), torch.cat(known)
     rows, sizes = ppo_lstm.whole_sequences(done, torch.arange(5))
-    out, last = agent.encode(obs.flatten(0, 1)[rows], before[rows][: sizes[0]], sizes)
-    all_at_once = torch.cat([agent.policy(out).flatten(1), agent.value(out)[:, None]], dim=1)
-    assert torch.allclose(all_at_once, features[rows], atol=1e-6)
+    pi, value, last = agent(obs.flatten(0, 1)[rows], before[rows][: sizes[0]], sizes)
+    all_at_once = outputs(pi, value)
+    assert torch.allclose(all_at_once, known[rows], atol=1e-6)
     lengths = (sizes[:, None] > torch.arange(len(last))).sum(0)
     ends = torch.stack([rows.split(sizes.tolist())[n - 1][i] for i, n in enumerate(lengths.tolist())])
     assert torch.allclose(last, after[ends], atol=1e-6)
     for _, part in agent.named_parameters():  # each part of a memory is used
         part.grad = None
     all_at_once.sum().backward()
-    assert all((p.grad != 0).any() for name, p in agent.named_parameters() if "trunks" in name)
+    assert all((p.grad != 0).any() for name, p in agent.named_parameters() if "cell" in name)
 
 
 @pytest.mark.parametrize("memory", ["lstm", "gru"])
 @pytest.mark.parametrize("span", [1, 50])
 def test_gates_that_keep_start_open_for_up_to_memory_span(ppo_lstm, memory, span):
-    cell = make_agent(ppo_lstm, memory, memory_span=span).trunks[0].cell
+    cell = make_agent(ppo_lstm, memory, memory_span=span).actor.cell
     gates = cell.bias_hh_l0.detach().view(-1, 64)
     low, high = gates[1].exp().min(), gates[1].exp().max()
     assert 1 <= low <= 1 + span / 10 and 0.9 * span <= high <= span + 1e-4
@@ -82,19 +83,19 @@ def test_gates_that_keep_start_open_for_up_to_memory_span(ppo_lstm, memory, span
 
 
 def test_memory_is_handed_on_and_is_nothing_where_an_episode_or_a_segment_begins(ppo_lstm, monkeypatch):
-    seen, act, start = [], ppo_lstm.Agent.act, ppo_lstm.start_segment
+    seen, act, start = [], ppo_lstm.Agent.act, ppo_lstm.Run.start_segment
 
     def watch(agent, obs, info, greedy=True):
+        before = info["memory"].clone() if "memory" in info else None
         action = act(agent, obs, info, greedy)
         if not greedy:
-            seen.append((obs[:, 2], info["memory"].clone(), info["next_memory"].clone()))
+            seen.append((obs[:, 2], before, info["memory"].clone()))
         return action
 
     monkeypatch.setattr(ppo_lstm.Agent, "act", watch)
-    monkeypatch.setattr(ppo_lstm, "start_segment", lambda *args: seen.clear() or start(*args))
-    args = short(ppo_lstm, "Boundary", total_timesteps=192, checkpoint_every=32, num_minibatches=1)
-    ppo_lstm.train(args)  # an update every 32 steps of each environment
-    assert len(seen) == 32 and (seen[0][1] == 0).all()
+    monkeypatch.setattr(ppo_lstm.Run, "start_segment", lambda run: seen.clear() or start(run))
+    quick(ppo_lstm, "Boundary", total_timesteps=192, checkpoint_every=32, num_minibatches=1)
+    assert len(seen) == 32 and (seen[0][1] == 0).all()  # an update every 32 steps of each environment
     for (_, _, before), (t, memory, _) in zip(seen, seen[1:], strict=False):
         begins = torch.tensor(t == 0)
         assert (memory[begins] == 0).all() and torch.equal(memory[~begins], before[~begins])
@@ -109,7 +110,7 @@ def test_learning_begins_at_the_policy_that_acted(ppo_lstm, monkeypatch, memory,
     monkeypatch.setattr(ppo_lstm.Run, "log", lambda run, row: first.append(len(calls)) or log(run, row))
     many = dict(num_envs=4, num_minibatches=2, total_timesteps=384, learning_rate=0.02, log_std_init=-3.0)
     box = dict(actions="box", edge=9.0)
-    ppo_lstm.train(short(ppo_lstm, memory=memory, shared_trunk=shared, env_kwargs=box, **many))
+    quick(ppo_lstm, memory=memory, shared_trunk=shared, env_kwargs=box, **many)
     for at in sorted({0, *first} - {len(calls)}):
         assert torch.allclose(calls[at]["log_prob"], calls[at]["old_log_prob"], atol=1e-5)
     assert len(calls) == 12 and all(len(call["log_prob"]) == 64 for call in calls)  # nothing is padded
@@ -118,28 +119,31 @@ def test_learning_begins_at_the_policy_that_acted(ppo_lstm, monkeypatch, memory,
 
 def test_every_epoch_visits_every_environment_whole(ppo_lstm, monkeypatch):
     calls = watch_loss(ppo_lstm, monkeypatch)
-    ppo_lstm.train(short(ppo_lstm, num_envs=4, num_minibatches=4, update_epochs=3, normalize_advantage=False))
+    quick(ppo_lstm, num_envs=4, num_minibatches=4, update_epochs=3, normalize_advantage=False)
     epochs = torch.stack([call["advantage"] for call in calls]).view(3, 4, 32)
     sets = [sorted(sorted(part.tolist()) for part in epoch) for epoch in epochs]
     assert sets[0] == sets[1] == sets[2] and len(epochs[0].unique()) == 128
     assert not torch.equal(epochs[0].sort()[0], epochs[1].sort()[0])
 
 
-def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, monkeypatch):
-    gae, reset, values, truth = ppo_lstm.compute_gae, ppo_lstm.reset_done, [], []
-    monkeypatch.setattr(ppo_lstm, "compute_gae", lambda *x: values.append((x, truth[-32:])) or gae(*x))
-
-    def watch(envs, next_obs, next_info, done):
-        truth.append((torch.tensor(next_obs), next_info["next_memory"]))
-        return reset(envs, next_obs, next_info, done)
-
-    monkeypatch.setattr(ppo_lstm, "reset_done", watch)
-    ppo_lstm.train(short(ppo_lstm, "Boundary", memory_size=8))
-    ((_, value, next_value, _, done, *_), rollout) = values[0]
+def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, record, seen):
+    values, resets = record(ppo_lstm, "compute_gae"), record(ppo_lstm, "reset_done")
+    quick(ppo_lstm, "Boundary", memory_size=8)
+    (_, value, next_value, _, done, *_), _ = values[0]
     goes_on = done[:-1] == 0
     assert torch.allclose(next_value[:-1][goes_on], value[1:][goes_on], atol=1e-5) and done.sum() > 8
-    agent = ppo_lstm.load_policy("run/models/0.pt").agent
-    known = [agent.value(agent.encode(obs, memory)[0]) for obs, memory in rollout]  # final ones too
+    # of final observations, too: what follows each observation, played anew with the agent that acted
+    agent, known = ppo_lstm.load_policy("run/models/0.pt").agent, []
+    memory = agent.empty_memory(2)
+    state = lambda number, episode: [number, episode, 0, 0]  # that an episode begins with
+    rollout = [given for given, _ in resets if given[0] is seen.run.envs]
+    obs = torch.tensor([state(number, 0) for number in rollout[0][1][:, 0]])
+    for _, next_obs, _, ended in rollout:
+        _, _, memory = agent(obs, memory)
+        known.append(agent(torch.tensor(next_obs), memory)[1])
+        memory = memory * torch.tensor(~ended)[:, None, None]
+        begins = torch.tensor([state(x[0], x[1] + 1) for x in next_obs])
+        obs = torch.where(torch.tensor(ended)[:, None], begins, torch.tensor(next_obs))
     assert torch.allclose(next_value, torch.stack(known), atol=1e-5)
 
 
@@ -149,28 +153,25 @@ def test_environments_that_cannot_be_split_are_refused(ppo_lstm, capsys):
     assert "--num-minibatches" in err and "--num-envs 3" in err and len(err.splitlines()) == 1
 
 
-def test_what_is_loaded_remembers_as_the_evaluation_does(ppo_lstm):
-    ppo_lstm.train(tiny(ppo_lstm, eval_episodes=3))
+def test_a_policy_taken_away_remembers_until_it_is_reset(ppo_lstm):
+    ppo_lstm.train(tiny(ppo_lstm, **probe(ppo_lstm, "Walk", actions="box"), eval_episodes=3))
     args = ppo_lstm.Args(**torch.load("run/best.pt", weights_only=True)["args"])
-    policy, envs = ppo_lstm.load_policy("run"), ppo_lstm.make_envs(args, 3)
-    ppo_lstm.set_seed(args.eval_seed)
-    obs, info = envs.reset(seed=args.eval_seed)
-    returns, playing = np.zeros(3), np.ones(3, dtype=bool)
-    while playing.any():
-        action = policy(obs, info)
-        assert np.array_equal(action, policy(obs, info))  # asking twice changes nothing
-        next_obs, reward, terminated, truncated, next_info = envs.step(action)
-        returns += playing * reward
-        playing &= ~(terminated | truncated)
-        obs, info = ppo_lstm.reset_done(envs, next_obs, info | next_info, terminated | truncated)
-    evaluated, _ = ppo_lstm.evaluate(args, policy.__self__)
-    assert returns.tolist() == evaluated.tolist()
-    assert progress()[-1]["eval/return_mean"] == pytest.approx(returns.mean())
+    policy = ppo_lstm.load_policy("run")
+    evaluated, _ = ppo_lstm.evaluate(args, policy.agent)
+    assert play(policy, args) == pytest.approx(evaluated.tolist())
+    obs, acts = np.float32([0.3, 0.1]), lambda x: [policy(x) for _ in range(4)]
+    policy.reset()
+    first, later = acts(obs), acts(obs)
+    policy.reset()
+    assert np.array_equal(acts(obs), first) and not np.allclose(first, later)
+    policy.reset()
+    batch = np.stack(acts(np.tile(obs, (3, 1))))
+    assert batch.shape == (4, 3, 1) and np.allclose(batch[:, 1], first, atol=1e-6)
 
 
 @pytest.mark.parametrize("memory", ["lstm", "gru"])
 def test_learns_what_only_a_memory_can(ppo_lstm, memory):
-    maze = dict(env_id="benchmark.hidden_envs:TMaze-v0", env_kwargs={"delay": 3}, eval_episodes=40)
+    maze = dict(env="benchmark.hidden_envs:TMaze-v0", env_kwargs={"delay": 3}, eval_episodes=40)
     fast = dict(num_envs=16, num_steps=32, num_minibatches=2, update_epochs=10, total_timesteps=8192)
     args = short(ppo_lstm, **maze | fast, learning_rate=0.005, hidden_sizes=(16,), memory=memory)
     assert ppo_lstm.train(args).mean() == 1 and updates()

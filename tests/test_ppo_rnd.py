@@ -1,13 +1,13 @@
 """Random network distillation: what is new, how it is scaled, and that its returns never end."""
 
+from functools import partial
+
+import conftest
 import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, checkpoint, equal, load_script, progress, tiny
-from gymnasium.spaces import Box
-
-CPU = torch.device("cpu")
+from conftest import CPU, ROOT, checkpoint, equal, load_script, progress
 
 
 @pytest.fixture
@@ -15,15 +15,9 @@ def rnd():
     return load_script("ppo_rnd")
 
 
-PLAIN = dict(
-    normalize_obs=False, normalize_reward=False, normalize_advantage=False, eval_every=0, checkpoint_every=0,
-    update_epochs=1, num_minibatches=1, total_timesteps=1,
-)  # fmt: skip
-
-
-def short(rnd, env="Boundary", run_dir="run", **changes):
-    """Arguments of one rollout of 64 steps and one update; nothing is normalized but what novelty needs."""
-    return tiny(rnd, run_dir, **PLAIN | dict(env_id=f"probe_envs:{env}-v0", env_kwargs={}) | changes)
+# One rollout of 64 steps and one update; nothing is normalized but what novelty needs
+ROLLOUT = dict(normalize_advantage=False, update_epochs=1, num_minibatches=1, total_timesteps=1)
+short, quick = (partial(f, **ROLLOUT) for f in (conftest.short, conftest.quick))
 
 
 def played() -> list[tuple]:
@@ -68,8 +62,12 @@ def test_returns_of_novelty_never_end_and_its_scale_runs_along_time(rnd, monkeyp
     """Two rollouts with known values and a known novelty, against brute force."""
 
     class KnownAgent(rnd.Agent):
-        def value(self, features):
-            return [v(features) + 0 * x for v, x in zip((V_E, V_I), super().value(features), strict=True)]
+        def forward(self, obs):
+            pi, values = super().forward(obs)
+            return pi, [v(obs) + 0 * x for v, x in zip((V_E, V_I), values, strict=True)]
+
+        def value(self, obs):
+            return self(obs)[1]
 
     class KnownNovelty(rnd.Novelty):
         def whiten(self, obs):
@@ -85,7 +83,7 @@ def test_returns_of_novelty_never_end_and_its_scale_runs_along_time(rnd, monkeyp
     monkeypatch.setattr(rnd, "Novelty", KnownNovelty)
     coefs = dict(intrinsic_coef=3.0 * intrinsic, extrinsic_coef=2.0 * (not intrinsic), gae_lambda=0.9)
     gammas = dict(gamma_intrinsic=0.8, gamma=0.7, initial_obs_steps=0, total_timesteps=128)
-    rnd.train(short(rnd, **coefs, **gammas))
+    quick(rnd, "Boundary", **coefs, **gammas)
     steps, seen = played(), [0.0, 0.0]
     assert sum(done for *_, done in steps) > 10
     for _, _, _, next_obs, _, _ in steps:  # the two environments in turns, each with its discounted sum
@@ -105,7 +103,7 @@ def test_the_predictor_learns_from_the_stated_share(rnd):
         assert float(chosen.float().mean()) == pytest.approx(share, abs=0.02)
         assert loss.item() == pytest.approx(error.detach()[chosen].mean().nan_to_num().item(), rel=1e-4)
     for share in (0.0, 0.5):
-        rnd.train(short(rnd, "Walk", run_dir=f"{share}", predictor_proportion=share))
+        quick(rnd, "Walk", run_dir=f"{share}", predictor_proportion=share)
     none, half = (checkpoint(folder)["novelty"] for folder in ("0.0", "0.5"))
     assert {name.split(".")[0] for name in none if not torch.equal(none[name], half[name])} == {"predictor"}
 
@@ -120,7 +118,7 @@ def test_novelty_falls_on_what_was_seen_often_and_the_target_never_changes(rnd, 
     first, last = saved[0], saved[-1]
     assert equal(checkpoint()["novelty"], last) and len(saved) == 3
     assert all(torch.equal(first[name], last[name]) for name in first if name.startswith("target"))
-    novelty, error = rnd.Novelty(Box(-9, 9, first["obs_norm.mean"].shape), args, CPU), {}
+    novelty, error = rnd.Novelty(rnd.Layout(first["obs_norm.mean"].shape), args, CPU), {}
     direction = torch.randn(200, *first["obs_norm.mean"].shape)
     for state in (first, last):
         novelty.load_state_dict(state | {name: last[name] for name in last if name.startswith("obs_norm")})
@@ -139,7 +137,7 @@ def test_only_the_newest_frame_of_a_stack_is_looked_at(rnd):
         args = short(rnd, **images, run_dir=f"{channels}", newest_channels=channels)
         rnd.train(args)
         assert checkpoint(f"{channels}")["novelty"]["obs_norm.mean"].shape == shape
-        novelty = rnd.Novelty(Box(0, 255, (4, 10, 10), np.uint8), args, CPU)
+        novelty = rnd.Novelty(rnd.Layout((4, 10, 10), np.uint8, [(4, 10, 10)]), args, CPU)
         obs = torch.randint(0, 255, (3, 4, 10, 10), dtype=torch.uint8)
         older, newer = obs.clone(), obs.clone()
         older[:, :3] = 0
@@ -151,12 +149,12 @@ def test_only_the_newest_frame_of_a_stack_is_looked_at(rnd):
 
 
 def test_random_steps_fill_the_normalizer_once_and_then_episodes_start_anew(rnd):
-    rnd.train(short(rnd, run_dir="whole", initial_obs_steps=20))
+    quick(rnd, "Boundary", run_dir="whole", initial_obs_steps=20)
     assert len(played()) == 20 + 64 == 20 + checkpoint("whole")["run"]["env_steps"]
     assert [int(obs[2]) for _, obs, *_ in played()[20:22]] == [0, 0]  # t
     probe_envs.forget()
-    rnd.train(
-        short(rnd, initial_obs_steps=20, eval_every=64, stop_return=-1e9)
+    quick(
+        rnd, "Boundary", initial_obs_steps=20, eval_every=64, stop_return=-1e9
     )  # ends before the first rollout
     for total in (64, 128):
         words = ["--resume", "run", "--stop-return", "inf", "--total-timesteps", str(total)]
@@ -176,3 +174,12 @@ def test_a_grid_whose_reward_is_far_away(rnd, monkeypatch):
     way = [1] * 8 + [0] * 10 + [3] * 8 + [0] * 10 + [1] * 8 + [0] * 10 + [3] * 8 + [0] * 8
     rewards = [env.step(np.array([action]))[1][0] for action in way]
     assert rewards[-1] == 1 and sum(rewards) == 1
+
+
+def test_both_values_learn(rnd):
+    quick(rnd, intrinsic_coef=0.0, extrinsic_coef=0.0, eval_every=10**9, value_coef=0.5)
+    before, after = (checkpoint(name=name)["agent"] for name in ("models/0.pt", "checkpoint.pt"))
+    weight, bias = (before[f"value_head.{x}"] != after[f"value_head.{x}"] for x in ("weight", "bias"))
+    assert weight.any(1).all() and bias.all()  # a row for each
+    (row,) = [row for row in progress() if "loss/value" in row]
+    assert row["loss/value"] > 0 < row["loss/intrinsic_value"]

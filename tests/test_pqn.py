@@ -1,13 +1,19 @@
 """PQN: the returns of Q(lambda), exploration, one network with normalized layers."""
 
+from functools import partial
+
+import conftest
 import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import call_main, checkpoint, flags, load_script, progress, spaces, tiny
+from conftest import CPU, call_main, checkpoint, flags, load_script, progress, tiny
 from gymnasium.spaces import Box, Discrete
+from torch import nn
 
-CPU = torch.device("cpu")
+short, quick = (
+    partial(f, total_timesteps=1) for f in (conftest.short, conftest.quick)
+)  # one rollout of 64 steps
 
 
 @pytest.fixture
@@ -15,14 +21,9 @@ def pqn():
     return load_script("pqn")
 
 
-def short(module, env, run_dir="run", **changes):
-    """Arguments of one rollout of 64 steps of 2 environments."""
-    plain = dict(env_id=f"probe_envs:{env}-v0", env_kwargs={}, num_steps=32, eval_every=0, checkpoint_every=0)
-    return tiny(module, run_dir, **plain | dict(total_timesteps=1, normalize_obs=False) | changes)
-
-
 def agent_of(module, obs=None, actions=2, **changes):
-    return module.Agent(*spaces(obs, Discrete(actions)), tiny(module, normalize_obs=False, **changes), CPU)
+    layout = module.observation_map(obs or Box(-1, 1, (4,)))[1]
+    return module.Agent(layout, Discrete(actions), tiny(module, normalize_obs=False, **changes), CPU)
 
 
 def updates() -> list[dict]:
@@ -58,7 +59,7 @@ def test_q_lambda_is_the_mixture_of_n_step_returns(pqn, lambda_):
 
 def test_epsilon_falls_with_the_steps_and_each_environment_draws_alone(pqn):
     options = dict(epsilon_start=0.8, epsilon_end=0.2, exploration_fraction=0.5, total_timesteps=512)
-    pqn.train(short(pqn, "Ones", **options))
+    quick(pqn, "Ones", **options)
     told = {row["step"]: row["schedule/epsilon"] for row in updates()}  # of the last step of the rollout
     assert told == pytest.approx({step: max(0.8 - 0.6 * (step - 2) / 256, 0.2) for step in told})
     agent = agent_of(pqn, actions=4)
@@ -78,7 +79,7 @@ def test_returns_are_those_of_the_true_successors(pqn, monkeypatch):
     monkeypatch.setattr(pqn.Agent, "forward", known)
     seen, returns = [], pqn.q_lambda_returns
     monkeypatch.setattr(pqn, "q_lambda_returns", lambda *args: seen.append(returns(*args)) or seen[-1])
-    pqn.train(short(pqn, "Boundary", gamma=0.5, q_lambda=0.0))
+    quick(pqn, "Boundary", gamma=0.5, q_lambda=0.0)
     truth = []
     for evaluates, number, episode, t, _, reward in probe_envs.Boundary.steps:
         last = t == probe_envs.boundary_length(number, episode)
@@ -94,13 +95,13 @@ def test_a_time_limit_is_no_termination(pqn, terminates, q_lambda, value):
     """1 per step, for ever: 1 / (1 - gamma). If each tenth step ends it: v = 1 + 0.9 gamma v."""
     options = dict(env_kwargs={"terminates": bool(terminates)}, gamma=0.9, q_lambda=q_lambda, num_steps=10)
     options |= dict(learning_rate=0.03, num_minibatches=1, update_epochs=4, total_timesteps=4000)
-    pqn.train(short(pqn, "Ones", **options))
+    quick(pqn, "Ones", **options)
     assert updates()[-1]["q/mean"] == pytest.approx(value, rel=0.05)
 
 
 def test_a_checkpoint_holds_one_network_and_no_memory(pqn):
-    pqn.train(short(pqn, "Walk"))
-    assert set(checkpoint()) == {"args", "run", "agent", "optimizer"}
+    quick(pqn, "Walk")
+    assert set(checkpoint()) == {"args", "run", "agent", "optimizer", "reward_norm"}
     shapes = [tuple(x.shape) for x in checkpoint()["agent"].values()]
     assert shapes == [(8, 2), (8,), (8,), (8,), (2, 8), (2,)]  # a layer, its normalization, the output
 
@@ -111,7 +112,7 @@ def test_a_checkpoint_holds_one_network_and_no_memory(pqn):
 def test_each_hidden_layer_is_normalized(pqn, obs):
     """So what is added to all of its units changes nothing."""
     agent = agent_of(pqn, obs, hidden_sizes=(16, 16))
-    x = torch.as_tensor(np.stack([spaces(obs)[0].sample() for _ in range(5)]))
+    x = torch.as_tensor(np.stack([agent.obs_space.sample() for _ in range(5)]))
     layers = [module for module in agent.modules() if isinstance(module, (torch.nn.Conv2d, torch.nn.Linear))]
     before, after = agent(x).detach(), []
     for layer in layers:
@@ -121,6 +122,17 @@ def test_each_hidden_layer_is_normalized(pqn, obs):
     for values in after[:-1]:
         torch.testing.assert_close(values, before, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(after[-1], before + 3, rtol=1e-3, atol=1e-3)
+
+
+def test_the_activation_follows_the_normalization(pqn, monkeypatch):
+    """Nothing that a layer hands on is below 0; normalized after the activation half of it would be."""
+    for obs in (None, Box(0, 255, (4, 10, 10), np.uint8)):
+        agent = agent_of(pqn, obs, hidden_sizes=(64, 64), activation="relu")
+        into = []
+        for layer in [x for x in agent.modules() if isinstance(x, (nn.Conv2d, nn.Linear))]:
+            layer.register_forward_pre_hook(lambda _, x, into=into: into.append(x[0]))
+        agent(torch.as_tensor(np.stack([agent.obs_space.sample() for _ in range(5)])))
+        assert len(into) >= 3 and all((x >= 0).all() and (x == 0).any() for x in into[1:])
 
 
 def test_other_actions_are_refused_in_one_line(pqn, capsys):

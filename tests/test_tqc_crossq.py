@@ -2,12 +2,10 @@
 
 import numpy as np
 import pytest
-import test_off_policy
 import torch
-from conftest import batches, checkpoint, equal
-from test_off_policy import FOUR, TWO, arguments, crossq, quick, tqc
+from conftest import checkpoint, equal
+from test_off_policy import FOUR, TWO, crossq, quick, short, tqc
 
-seen = test_off_policy.seen  # a fixture
 BOUNDARY = dict(learning_rate=0.01, reward_scale=0.1, gamma=0.5, auto_alpha=False, alpha=0.3, batch_size=64)
 
 
@@ -42,7 +40,7 @@ def test_the_largest_of_the_pool_are_dropped_whichever_critic_they_are_of(droppe
 
 
 def test_each_critic_gives_its_own_quantiles():
-    args = arguments(tqc, hidden_sizes=(8,), num_critics=3, num_quantiles=5)
+    args = short(tqc, hidden_sizes=(8,), num_critics=3, num_quantiles=5)
     critic, obs, action = tqc.Critic(FOUR, TWO, args), torch.randn(10, 4), torch.rand(10, 2)
     quantiles = critic(obs, action)
     assert quantiles.shape == (3, 5, 10)
@@ -53,11 +51,11 @@ def test_each_critic_gives_its_own_quantiles():
         torch.testing.assert_close(quantiles[n], alone.T)
 
 
-def test_each_kept_quantile_of_the_target_critics_becomes_a_target(seen, record):
-    losses, drawn = record(tqc, "quantile_huber_loss"), batches(tqc, record)
+def test_each_kept_quantile_of_the_target_critics_becomes_a_target(seen, record, drawn):
+    losses, batches = record(tqc, "quantile_huber_loss"), drawn(tqc)
     critics, policies = record(tqc.Critic, "forward"), record(tqc.Agent, "policy")
     quick(tqc, "Boundary", **BOUNDARY, dropped_quantiles=1)
-    batch, (judge, states, _), pool = drawn[-1], *critics[-3]  # two calls of the online critics follow
+    batch, (judge, states, _), pool = batches[-1], *critics[-3]  # two calls of the online critics follow
     assert judge is seen["agent"].target_critic and torch.equal(states, batch["next_obs"])
     _, log_prob = policies[-2][1]
     assert pool.shape == (2, 5, 64) and log_prob.shape == (64,)
@@ -79,7 +77,7 @@ def test_the_actor_climbs_the_mean_of_all_quantiles(seen, record):
 @pytest.mark.parametrize("dropped", [-1, 5])
 def test_some_quantiles_must_be_left(dropped):
     with pytest.raises(tqc.UsageError, match="--dropped-quantiles"):
-        tqc.train(arguments(tqc, num_quantiles=5, dropped_quantiles=dropped))
+        tqc.train(short(tqc, num_quantiles=5, dropped_quantiles=dropped))
 
 
 # ---------------------------------------------------------------------------------------------------- crossq
@@ -102,33 +100,34 @@ def test_batch_renormalization_equals_its_definition():
         expected = norm.weight.detach() * ((x64 - mean) / std * r + d) + norm.bias.detach()
         running_mean = 0.99 * running_mean + 0.01 * mean.detach()
         running_std = 0.99 * running_std + 0.01 * std.detach()
-        y, close = norm(x), dict(rtol=1e-4, atol=1e-4)
+        y, close = norm(x, train=True), dict(rtol=1e-4, atol=1e-4)
         gradients = [torch.autograd.grad((z * direction).sum(), at)[0] for z, at in ((y, x), (expected, x64))]
         for found, true in [(y, expected), gradients, (norm.mean, running_mean), (norm.std, running_std)]:
             torch.testing.assert_close(found, true.float(), **close)
     assert limits >= {0.333, 3.0, -5.0, 5.0, 1.0, 0.0}
-    norm.eval()
     before, x = buffers(norm), torch.randn(2, 4, 3)
     expected = norm.weight * (x - running_mean) / running_std + norm.bias
-    torch.testing.assert_close(norm(x), expected.float(), **close)
+    torch.testing.assert_close(norm(x, train=False), expected.float(), **close)
     assert equal(buffers(norm), before)
 
 
-def test_one_pass_of_present_and_next_gives_values_and_targets(seen, record, monkeypatch):
-    modes, held, forward, loss = [], [], crossq.Critic.forward, crossq.critic_loss
+def test_one_pass_of_present_and_next_gives_values_and_targets(seen, record, drawn, monkeypatch):
+    modes, held, loss = [], [], crossq.critic_loss
+    for part in (crossq.Actor, crossq.Critic):
 
-    def watched(self, *given):
-        modes.append((self.training, seen["agent"].actor.training))
-        return forward(self, *given)
+        def watched(self, *given, forward=part.forward, **kwargs):
+            modes.append((type(self).__name__, kwargs.get("train", given[-1] is True)))
+            return forward(self, *given, **kwargs)
 
-    monkeypatch.setattr(crossq.Critic, "forward", watched)
+        monkeypatch.setattr(part, "forward", watched)
     monkeypatch.setattr(crossq, "critic_loss", lambda q, y: held.append(not y.requires_grad) or loss(q, y))
     critics, losses = record(crossq.Critic, "forward"), record(crossq, "critic_loss")
-    drawn, policies = batches(crossq, record), record(crossq.Agent, "policy")
+    batches, policies = drawn(crossq), record(crossq.Agent, "policy")
     quick(crossq, "Boundary", **BOUNDARY, policy_delay=1)
-    assert modes[-2:] == [(True, False), (False, True)]  # of the critics' update and of the actor's
+    critics_and_actors = [("Actor", False), ("Critic", True), ("Actor", True), ("Critic", False)]
+    assert critics_and_actors in [modes[i : i + 4] for i in range(len(modes))]  # the two updates
     assert all(held)
-    batch, ((_, obs, action), joint) = drawn[-1], critics[-2]
+    batch, ((_, obs, action, _), joint) = batches[-1], critics[-2]
     next_action, log_prob = policies[-2][1]
     assert torch.equal(obs, torch.cat([batch["obs"], batch["next_obs"]]))
     assert torch.equal(action, torch.cat([batch["action"], next_action]))
@@ -141,13 +140,13 @@ def test_one_pass_of_present_and_next_gives_values_and_targets(seen, record, mon
 
 def test_each_half_of_the_joint_batch_changes_the_statistics_and_the_other_half():
     torch.manual_seed(1)
-    critic = crossq.Critic(FOUR, TWO, arguments(crossq))
+    critic = crossq.Critic(FOUR, TWO, short(crossq))
     obs, action = torch.randn(16, 4), torch.rand(16, 2)
-    values = critic(obs, action)
+    values = critic(obs, action, train=True)
     for changed in (slice(0, 8), slice(8, 16)):
         other, before = obs.clone(), buffers(critic)
         other[changed] += 1
-        new = critic(other, action)
+        new = critic(other, action, train=True)
         assert all(not torch.equal(x, before[name]) for name, x in buffers(critic).items())
         untouched = slice(8, 16) if changed.start == 0 else slice(0, 8)
         assert (new - values)[:, untouched].abs().min() > 1e-6
