@@ -1159,9 +1159,7 @@ def load_policy(path: str | Path) -> Policy:
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
     if not args.env_id.startswith("ALE/"):
-        env = make_env(args)
-        in_info = agent.obs_space.masked and not env.masked  # where the mask comes from
-        return Policy(agent, StandardEnv(env.env, args, in_info))
+        return Policy(agent, make_env(args, agent.obs_space.masked))
     games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
     games.observation_space, games.action_space = agent.obs_space, agent.action_space
     return Policy(agent, StandardEnv(games, args))

@@ -385,18 +385,20 @@ def hessian_product(value, parameters, damping):
 
 
 def conjugate_gradient(product, b, iterations, tolerance):
-    """x with A x = b, for a positive definite A of which only product(v) = A v is known (Hestenes and Stiefel
-    1952). Ends when the squared norm of the residual is at most tolerance."""
-    x, residual, direction = torch.zeros_like(b), b.clone(), b.clone()
-    squared = residual @ residual
+    """x with A x = b, where product(v) = A v and A is positive definite (Hestenes and Stiefel 1952).
+
+    Stops early when the squared norm of the residual r is at most tolerance.
+    """
+    x, r, p = torch.zeros_like(b), b.clone(), b.clone()
+    r_dot_r = r @ r
     for _ in range(iterations):
-        if squared <= tolerance:
+        if r_dot_r <= tolerance:
             break
-        image = product(direction)
-        length = squared / (direction @ image)
-        x, residual = x + length * direction, residual - length * image
-        previous, squared = squared, residual @ residual
-        direction = residual + squared / previous * direction
+        Ap = product(p)
+        alpha = r_dot_r / (p @ Ap)
+        x, r = x + alpha * p, r - alpha * Ap
+        old_r_dot_r, r_dot_r = r_dot_r, r @ r
+        p = r + r_dot_r / old_r_dot_r * p
     return x
 
 
@@ -404,18 +406,18 @@ def conjugate_gradient(product, b, iterations, tolerance):
 def line_search(parameters, step, measure, objective, max_kl, backtrack_ratio, max_backtracks):
     """Shrinks step until it raises the objective and keeps KL <= max_kl; measure() gives both.
 
-    If no step does, the parameters stay as they were, bit for bit. Returns the share of step that was taken,
-    0 for none, and the objective and KL that it led to.
+    If no step does, the parameters stay as they were, bit for bit. Returns the fraction of step taken, 0 for
+    none, and the objective and KL that it led to.
     """
-    start, share = [parameter.clone() for parameter in parameters], 1.0
+    start, fraction = [parameter.clone() for parameter in parameters], 1.0
     steps = step.split([parameter.numel() for parameter in parameters])
     for _ in range(max_backtracks):
         for parameter, old, change in zip(parameters, start, steps, strict=True):
-            parameter.copy_(old + share * change.view_as(old))
+            parameter.copy_(old + fraction * change.view_as(old))
         new_objective, kl = measure()
         if kl <= max_kl and new_objective > objective:
-            return share, new_objective, kl
-        share *= backtrack_ratio
+            return fraction, new_objective, kl
+        fraction *= backtrack_ratio
     torch._foreach_copy_(parameters, start)
     return 0.0, objective, torch.zeros_like(objective)
 
@@ -1022,6 +1024,9 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 reward, playing = step["reward"], step["playing"]
                 totals[k] += playing * [reward, args.gamma**t * reward, np.ones(n), step["terminated"]]
                 success[k] = np.fmax(success[k], np.where(playing, step["success"], np.nan))
+    returns = totals[:, 0].mean(axis=1)
+    if not stopped():
+        say(f"return after 0 to {policies - 1} inner steps: {'  '.join(f'{x:.1f}' for x in returns)}")
     scored = min(args.inner_steps, 1)  # a policy that was not trained to adapt is scored as it is
     score = totals[scored]
     metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
@@ -1029,7 +1034,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, score[1:], strict=True)}
     if not np.isnan(success[scored]).all():
         metrics["eval/success_rate"] = (success[scored] > 0).mean()
-    return score[0], metrics | {f"eval/return_after_{k}": x[0].mean() for k, x in enumerate(totals)}
+    return score[0], metrics | {f"eval/return_after_{k}": x for k, x in enumerate(returns)}
 
 
 def film(args, agent, path: Path, stopped=lambda: False) -> None:

@@ -1,4 +1,4 @@
-"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): meta-learning off policy. From transitions of a task, the
+"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): off-policy meta-learning. From transitions of a task, the
 context c, an encoder infers a belief over a latent z; SAC's actor and critics learn all tasks, given z.
 
     belief   q(z | c) ~ prod_n N(z; mean(c_n), var(c_n)),   c_n = (s, a, r[, s']);   N(0, 1) if c is empty
@@ -6,18 +6,20 @@ context c, an encoder infers a belief over a latent z; SAC's actor and critics l
     critics  L = sum_i E[(Q_i(s, a, z) - y)^2] + kl_lambda KL(q(z | c) || N(0, 1)),   z ~ q(z | c)
     actor    L = E[alpha log pi(a | s, z) - min_i Q_i(s, a, z)],   a = tanh(mean + std noise)
 
-The loss of the critics is also that of the encoder, which learns from nothing else. In a new task z is drawn
-from the prior, held for an episode, and drawn anew from q(z | c) of all that has been seen in this task.
+The loss of the critics also trains the encoder, and nothing else does. In a new task z is sampled from the
+prior, held for an episode, and sampled anew from q(z | c) given everything seen in this task so far.
 
 Differences from the paper:
  1. Target critics and a learned temperature, as in sac.py; the paper's SAC has V, its target and a fixed one.
  2. Tasks are collected in rounds of num_envs tasks at once, those with the least data first; the paper takes
-    one after the other, at random. The first actions are random, as in sac.py, on request those of a
-    share of the tasks always.
+    one after the other, at random. The first actions are random, as in sac.py; on request a share of the
+    tasks keeps acting at random.
  3. The KL is a mean over the tasks of a meta-batch, as the losses of actor and critics are.
- 4. The encoder takes the step size of the critics.
+ 4. Encoder and critics take one step, with one learning rate unless encoder_lr is given.
  5. A time limit is no termination: y bootstraps from the value of the true final observation.
- 6. On request z is drawn anew every hold_z steps, within an episode too.
+ 6. On request z is sampled anew every hold_z steps, within an episode too.
+ 7. The actor's and the encoder's hidden layers start orthogonal, with gain sqrt(2), the actor's output with
+    0.01; the critics and the encoder's output start as nn.Linear does.
 
     python algos/pearl.py --env-id PointRobot-v0
 """
@@ -29,8 +31,8 @@ Differences from the paper:
 # ]
 # ///
 
-import contextlib, copy, errno, inspect, json, math, os, platform, random, shutil, signal, subprocess, sys
-import time
+import contextlib, copy, errno, inspect, json, linecache, math, os, platform, random, signal, subprocess, sys
+import time, traceback
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -44,46 +46,50 @@ import psutil
 import torch
 import torch.nn as nn
 import tyro
+from gymnasium import spaces
 from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
-from gymnasium.vector.utils import batch_space
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from torch.nn import functional as F
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
 Steps = Annotated[int, (0, math.inf)]
+Seed = Annotated[int, (0, 2**30)]
 Rate = Annotated[float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 
 
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seed of everything random
+    seed: Seed = 1  # seed of everything random
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    compile: bool = False  # on CUDA: capture the update as a graph
+    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 50_000  # steps of each environment between checkpoints; 0: only at the end
+    checkpoint_every: int = 50_000  # steps per environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 20  # adapted episodes of one evaluation, of the test tasks in turn
+    eval_episodes: Count = 20  # adaptations of one evaluation, to the test tasks in turn
     eval_max_steps: Count = 100_000  # steps after which an episode of an evaluation ends, finished or not
-    eval_seed: int = 10_000_000  # seed of all evaluations and of the test tasks
-    sample_actions: bool = False  # evaluations draw actions from the policy in place of the greedy ones
+    eval_seed: Seed = 10_000_000  # seed of all evaluations and of the test tasks
+    sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
     log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film an adaptation of each evaluation
+    capture_video: bool = False  # film an adaptation after each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "PointRobot-v0"  # family of tasks, in this file or module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
     num_envs: Count = 5  # environments that step together, in each round of as many training tasks
-    horizon: Count = 200  # steps of an episode at most
+    horizon: Count = 200  # most steps of an episode
     async_envs: bool = False  # one process per environment, for slow ones
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
-    num_train_tasks: Count = 80  # tasks that are learned from
+    num_train_tasks: Count = 80  # tasks to learn from
     num_test_tasks: Count = 20  # tasks that evaluations adapt to
     adaptation_episodes: Count = 2  # episodes in a test task before the one that is scored
     # algorithm
@@ -93,7 +99,7 @@ class Args:
     random_hold: Count = 1  # steps for which a random action is kept, to explore by longer moves
     steps_prior: Count = 100  # steps of a round with z of the prior; they become context
     steps_posterior: Steps = 0  # steps with z of the belief so far; they become context, too
-    extra_steps_posterior: Steps = 100  # steps with z of the belief that are for replay alone
+    extra_steps_posterior: Steps = 100  # steps with z of the belief that are only replayed
     buffer_size: Count = 1_000_000  # transitions kept for replay, of all training tasks together
     meta_batch_size: Count = 16  # tasks in each update
     batch_size: Count = 256  # transitions of each of them
@@ -101,7 +107,8 @@ class Args:
     updates_per_step: Rate = 1.0  # updates for each environment step, also a fraction or many
     learning_rate: Rate = 3e-4  # step size of the updates
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
-    critic_lr: Rate | None = None  # learning rate of encoder and critics; None: learning_rate
+    critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
+    encoder_lr: Rate | None = None  # learning rate of the encoder; None: that of the critics
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
     anneal_lr: bool = False  # learning rates fall linearly to 0
     max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
@@ -111,13 +118,13 @@ class Args:
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
     target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
     latent_dim: Count = 5  # dimensions of z
-    hold_z: Steps = 0  # steps after which z is drawn anew; 0: it is held for an episode, as in the paper
-    information_bottleneck: bool = True  # z is drawn, and the KL keeps it small; else z is the mean output
+    hold_z: Steps = 0  # steps after which z is sampled anew; 0: it is held for an episode, as in the paper
+    information_bottleneck: bool = True  # z is sampled, and the KL keeps it small; else z is the mean output
     kl_lambda: Rate = 0.1  # weight of the KL
     next_obs_in_context: bool = False  # the context has s', for tasks that differ in their dynamics
     mean_reg: Rate = 1e-3  # weight of the squared means of the policy, before tanh
     log_std_reg: Rate = 1e-3  # weight of its squared log standard deviations
-    pre_tanh_reg: Rate = 0.0  # weight of its squared draws, before tanh
+    pre_tanh_reg: Rate = 0.0  # weight of its squared samples, before tanh
     reward_scale: float = 1.0  # rewards times this, for actor and critics only
     hidden_sizes: tuple[Count, ...] = (300, 300, 300)  # widths of the hidden layers of actor and critics
     encoder_sizes: tuple[Count, ...] = (200, 200, 200)  # widths of the hidden layers of the encoder
@@ -140,10 +147,10 @@ def kl_to_prior(mean, var):
 
 
 def squashed_gaussian(mean, log_std, noise):
-    """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,) (appendix C).
+    """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,).
 
-    log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2); the logarithm of the slope is written so
-    that it stays exact where tanh(u) rounds to 1.
+    log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2) (Haarnoja et al. 2018, appendix C). The
+    logarithm of the slope is written so that it stays exact where tanh(u) rounds to 1.
     """
     u = mean + log_std.exp() * noise
     log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -152,17 +159,17 @@ def squashed_gaussian(mean, log_std, noise):
 
 
 def soft_value(q_values, log_prob, alpha):
-    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s) (eq. 3)."""
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s)."""
     return q_values.amin(dim=0) - alpha * log_prob
 
 
-def critic_loss(q_values, td_target):
-    """Sum over the critics (n, B) of their mean squared distance from y, td_target (B,) (DDPG eq. 4)."""
-    return (q_values - td_target).square().mean(dim=-1).sum()
+def critic_loss(q_values, y):
+    """Sum over the critics of the mean squared error of q_values (n, B), from the target y (B,)."""
+    return (q_values - y).square().mean(dim=-1).sum()
 
 
 def alpha_loss(log_alpha, entropy, target_entropy):
-    """-alpha E[log pi(a | s) + H] (eq. 18), with the policy's mean entropy in place of E[-log pi(a | s)]."""
+    """-alpha E[log pi(a | s) + H], with the policy's mean entropy in place of E[-log pi(a | s)]."""
     return log_alpha.exp() * (entropy - target_entropy)
 
 
@@ -170,25 +177,28 @@ def alpha_loss(log_alpha, entropy, target_entropy):
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
+    if args.learning_starts >= args.total_timesteps:
+        late = f"--learning-starts {args.learning_starts} is not before --total-timesteps"
+        raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
     if args.num_envs > args.num_train_tasks:
         raise UsageError(f"--num-envs {args.num_envs}: at most --num-train-tasks {args.num_train_tasks}")
-    envs, obs, info = start_segment(args)
-    spaces = envs.single_observation_space, envs.single_action_space
-    agent = Agent(*spaces, args, device)
+    agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
-    rates = (args.learning_rate if x is None else x for x in (args.actor_lr, args.critic_lr, args.alpha_lr))
-    actor_lr, critic_lr, alpha_lr = rates
-    graph = args.compile and device.type == "cuda"
+    actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
+    critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
+    encoder_lr = critic_lr if args.encoder_lr is None else args.encoder_lr
+    alpha_lr = args.learning_rate if args.alpha_lr is None else args.alpha_lr
+    graph = args.cuda_graph and device.type == "cuda"
     actor_optimizer = Adam([(agent.actor.parameters(), actor_lr)], device, graph=graph)
-    critic_parameters = [*agent.encoder.parameters(), *agent.critic.parameters()]
-    critic_optimizer = Adam([(critic_parameters, critic_lr)], device, graph=graph)
+    groups = [(agent.encoder.parameters(), encoder_lr), (agent.critic.parameters(), critic_lr)]
+    critic_optimizer = Adam(groups, device, graph=graph)
     alpha_optimizer = Adam([([agent.log_alpha], alpha_lr)], device, graph=graph)
     context_steps = args.steps_prior + args.steps_posterior
     round_steps = context_steps + args.extra_steps_posterior
     tasks = sample_tasks(args, args.num_train_tasks, np.random.default_rng(args.seed))
-    buffer = TaskBuffer(args, tasks, *spaces, context_steps, round_steps, device)
-    target_entropy = -math.prod(spaces[1].shape) if args.target_entropy is None else args.target_entropy
+    buffer = TaskBuffer(args, tasks, agent.obs_space, agent.action_space, context_steps, round_steps, device)
+    target_entropy = -agent.action_space.shape[0] if args.target_entropy is None else args.target_entropy
 
     def update_critic(batch):
         """One gradient step of encoder and critics, on transitions (T * B, ...) and contexts (T, N, W)."""
@@ -198,19 +208,19 @@ def train(args: Args) -> np.ndarray:
             next_action, log_prob, _ = agent.policy(batch["next_obs"], z)
             next_q_values = agent.target_critic(batch["next_obs"], next_action, z)
             next_value = soft_value(next_q_values, log_prob, agent.log_alpha.exp())
-            td_target = batch["reward"] + args.gamma * (1 - batch["terminated"]) * next_value
+            y = batch["reward"] + args.gamma * (1 - batch["terminated"]) * next_value
         q_values = agent.critic(batch["obs"], batch["action"], z)
-        loss = critic_loss(q_values, td_target)
+        loss = critic_loss(q_values, y)
         kl = kl_to_prior(mean, var).mean() if args.information_bottleneck else torch.zeros_like(loss)
         grad_norm = gradient_step(loss + args.kl_lambda * kl, critic_optimizer, args.max_grad_norm)
         return {
             "loss/critic": loss.detach(), "grad/critic_norm": grad_norm,
-            "q/mean": q_values.detach().mean(), "q/target_mean": td_target.mean(),
+            "q/mean": q_values.detach().mean(), "q/target_mean": y.mean(),
             "latent/kl": kl.detach(), "latent/std": var.detach().sqrt().mean(),
         }  # fmt: skip
 
     def update_actor(batch):
-        """One gradient step of the actor and one of the temperature; the targets follow."""
+        """One gradient step of the actor and one of the temperature."""
         with torch.no_grad():  # the encoder learns from the critics alone
             z = draw(*agent.belief(batch["context"])).repeat_interleave(args.batch_size, dim=0)
         action, log_prob, (mean, log_std, u) = agent.policy(batch["obs"], z)
@@ -230,75 +240,69 @@ def train(args: Args) -> np.ndarray:
 
     learn_critic = CudaGraph(update_critic) if graph else update_critic
     learn_actor = CudaGraph(update_actor) if graph else update_actor
-    run = Run(
-        args, args.num_envs * round_steps, agent=agent, actor_optimizer=actor_optimizer,
-        critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer, buffer=buffer,
-    )  # fmt: skip
-    if not args.auto_alpha:  # also where the resumed run had another one
-        nn.init.constant_(agent.log_alpha, math.log(args.alpha))
-    rewards, result = [], {}
-    while True:
-        # Pause: score, save, end, or go on with the next round
-        if run.due(args.eval_every) and not run.signal:
-            run.evaluate()
-        if run.due(args.checkpoint_every * args.num_envs):
-            run.checkpoint()
-        if run.finished:
-            return run.close(envs)
-        if run.saved_at == run.env_steps:  # what follows depends on the checkpoint alone
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            rewards, result = [], {}
-        if args.anneal_lr:
-            for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
-                group = optimizer.param_groups[0]
-                group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+    parts = dict(agent=agent, buffer=buffer)
+    parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
+    parts["alpha_optimizer"] = alpha_optimizer
+    with Run(args, args.num_envs * round_steps, **parts) as run:
+        if not args.auto_alpha:  # also where the resumed run had another one
+            nn.init.constant_(agent.log_alpha, math.log(args.alpha))
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+                envs, *_ = run.start_segment()
+                rewards, metrics = [], {}  # since the last row of the log; of the last updates
+            if args.anneal_lr:
+                for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
+                    for group in optimizer.param_groups:
+                        group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-        # Collect a round of other tasks: z is of the prior, then of what the round has shown of each of them
-        chosen = buffer.least_known(args.num_envs)
-        set_tasks(envs, buffer.tasks[chosen])
-        obs, info = envs.reset()
-        run.episode_return[:] = run.episode_length[:] = 0  # those in progress were cut
-        share = args.random_share if run.env_steps >= args.learning_starts else 1.0
-        explores = np.random.random(args.num_envs) < share
-        steps, z, begins = [], torch.zeros((), device=device), np.ones(args.num_envs, dtype=bool)
-        for t in range(round_steps):
-            # Act and step. z is held for an episode, but not beyond the steps of the prior
-            begins |= t == args.steps_prior or args.hold_z > 0 and t % args.hold_z == 0
-            if begins.any():
-                seen = steps[:context_steps] if t >= args.steps_prior else []
-                changes = to_tensor(begins, device)[:, None] > 0
-                z = torch.where(changes, draw(*agent.belief_after(seen, args.num_envs)), z)
-            if t % args.random_hold == 0:
-                random_action = envs.action_space.sample()
-            action = agent.act(obs, info | {"z": z}, greedy=False)
-            action[explores] = random_action[explores]
-            next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            begins = terminated | truncated
-            run.count(reward, begins)
-            rewards.append(reward)
+            # Collect a round in other tasks: z is of the prior first, then of what this round has shown
+            chosen = buffer.least_known(args.num_envs)
+            set_tasks(envs, buffer.tasks[chosen])
+            obs, info = envs.reset()
+            run.running[:] = 0  # episodes in progress were cut
+            share = args.random_share if run.env_steps >= args.learning_starts else 1.0
+            explores = np.random.random(args.num_envs) < share
+            steps, z, done = [], torch.zeros((), device=device), np.ones(args.num_envs, dtype=bool)
+            for t in range(round_steps):
+                # Act and step. z is held for an episode, but not beyond the steps of the prior
+                needs_z = done | (t == args.steps_prior or args.hold_z > 0 and t % args.hold_z == 0)
+                if needs_z.any():
+                    seen = steps[:context_steps] if t >= args.steps_prior else []
+                    new_z = draw(*agent.belief_after(seen, args.num_envs))
+                    z = torch.where(to_tensor(needs_z, device)[:, None] > 0, new_z, z)
+                if t % args.random_hold == 0:
+                    random_action = envs.action_space.sample()
+                action = agent.act(obs, info | {"z": z}, greedy=False)
+                action[explores] = random_action[explores]
+                next_obs, reward, terminated, truncated, next_info = envs.step(action)
+                done = terminated | truncated
+                run.count(next_obs, reward, done, next_info)
+                rewards.append(reward)
+                step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, terminated=terminated)
+                steps.append(step)
+                obs, info = reset_done(envs, next_obs, next_info, done)
 
             # Store
-            step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, terminated=terminated)
-            steps.append(step)
-            obs, info = reset_done(envs, next_obs, next_info, begins)
-        buffer.add(chosen, steps, agent.context(steps[:context_steps]))
+            buffer.add(chosen, steps, agent.context(steps[:context_steps]))
 
-        # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
-        if run.env_steps >= args.learning_starts:
-            first = int(args.updates_per_step * (run.env_steps - run.chunk))
-            for _ in range(first, int(args.updates_per_step * run.env_steps)):
-                batch = buffer.sample(args.meta_batch_size, args.batch_size, args.embedding_batch_size)
-                batch["reward"] *= args.reward_scale
-                result |= learn_critic(batch)
-                result |= learn_actor(batch)
+            # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
+            if run.env_steps >= args.learning_starts:
+                ends = run.env_steps - run.chunk, run.env_steps
+                before, after = (int(args.updates_per_step * n) for n in ends)
+                for _ in range(before, after):
+                    batch = buffer.sample(args.meta_batch_size, args.batch_size, args.embedding_batch_size)
+                    batch["reward"] *= args.reward_scale
+                    metrics |= learn_critic(batch)
+                    metrics |= learn_actor(batch)
 
-        # Log
-        if run.due(args.log_every):
-            run.log(result | {
-                "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
-                "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
-            })  # fmt: skip
-            rewards = []
+            # Log
+            if run.due(args.log_every, run.saved_at):
+                run.log(metrics | {
+                    "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
+                    "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
+                })  # fmt: skip
+                rewards = []
+    return np.array(run.returns)
 
 
 # ------------------------------------------------------------------------------------------------- networks
@@ -325,7 +329,10 @@ class MLP(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with their own weights, in one product: (m, B, fan_in) to (m, B, fan_out), m <= n."""
+    """n linear layers with their own weights, in one product: (n, B, fan_in) to (n, B, fan_out).
+
+    A smaller input (m, B, fan_in) goes through the first m layers alone.
+    """
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
@@ -333,10 +340,12 @@ class StackedLinear(nn.Module):
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
-    def forward(self, x):  # a slice of all weights would cost time in the backward pass
-        weight, bias = (p if len(x) == len(p) else p[: len(x)] for p in (self.weight, self.bias))
+    def forward(self, x):
+        weight, bias = self.weight, self.bias
+        if len(x) < len(weight):
+            weight, bias = weight[: len(x)], bias[: len(x)]
         if weight.shape[2] == 1:  # for one output a sum of products is faster
-            return torch.linalg.vecdot(x, weight.mT)[..., None] + bias
+            return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
         return torch.baddbmm(bias, x, weight)
 
 
@@ -363,7 +372,7 @@ class Critic(nn.Module):
         self.activation = getattr(F, args.activation)
 
     def forward(self, obs, action, z):
-        x = torch.cat([obs, action.flatten(1), z], dim=-1).expand(2, -1, -1)
+        x = torch.cat([obs, action, z], dim=-1).expand(2, -1, -1)
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
         return self.layers[-1](x).squeeze(-1)
@@ -388,11 +397,14 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"{args.env_id} has {action_space} actions, PEARL needs a bounded Box")
-        self.device, self.action_shape = device, action_space.shape
-        self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
-        self.next_obs = args.next_obs_in_context
-        obs, action = math.prod(obs_space.shape), math.prod(action_space.shape)
+            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try maml.py")
+        if obs_space.images:
+            text = "a context is many observations, so turn images into a few numbers"
+            raise UsageError(f"{args.env_id} shows images: {text}")
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
+        self.latent_dim, self.hold_z = args.latent_dim, args.hold_z
+        self.bottleneck, self.next_obs_in_context = args.information_bottleneck, args.next_obs_in_context
+        (obs,), (action,) = obs_space.shape, action_space.shape
         self.encoder = Encoder(obs + action + 1 + obs * args.next_obs_in_context, args)
         self.actor = Actor(obs + args.latent_dim, action, args)
         self.critic = Critic(obs + action + args.latent_dim, args)
@@ -415,7 +427,7 @@ class Agent(nn.Module):
 
     def context(self, steps):
         """Contexts (num_envs, N, W) of N steps of all environments, each a dict of what happened."""
-        names = ["obs", "action", "reward"] + ["next_obs"] * self.next_obs
+        names = ["obs", "action", "reward"] + ["next_obs"] * self.next_obs_in_context
         parts = (np.stack([step[name] for step in steps], axis=1) for name in names)
         parts = [x.reshape(*x.shape[:2], -1) for x in parts]
         return to_tensor(np.concatenate(parts, axis=-1, dtype=np.float32), self.device)
@@ -433,22 +445,23 @@ class Agent(nn.Module):
         return self.belief(self.context(steps), to_tensor(known, self.device))
 
     def policy(self, obs, z):
-        """Drawn actions (B, A), their log_prob (B,); to regularize, mean, log_std, draw before tanh."""
+        """Sampled actions (B, A), log_prob (B,) and, to regularize, mean, log_std and sample before tanh."""
         mean, log_std = self.actor(obs, z)
         noise = torch.randn_like(mean)
         return *squashed_gaussian(mean, log_std, noise), (mean, log_std, mean + log_std.exp() * noise)
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, *action_space.shape) in a vector environment: greedy ones, or drawn.
+        """Actions (num_envs, A) of a vector environment, given z in info["z"] (num_envs, Z).
 
-        z is info["z"] (num_envs, Z), or the mean of the belief after info["steps"], those of the task so far:
-        a list of dict(obs=..., action=..., reward=..., next_obs=...) of all environments.
+        Where info has none, z is sampled from the belief after info["steps"] and kept in info.
         """
-        z = info["z"] if "z" in info else self.belief_after(info.get("steps", []), len(obs))[0]
-        obs = to_tensor(obs, self.device)
-        action = self.actor(obs, z)[0].tanh() if greedy else self.policy(obs, z)[0]
-        return action.cpu().numpy().reshape(-1, *self.action_shape)
+        if "z" not in info:
+            info["z"] = draw(*self.belief_after(info.get("steps", []), len(obs)))
+        mean, log_std = self.actor(to_tensor(obs, self.device), info["z"])
+        u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
+        info["obs"], info["action"] = obs, u.tanh().cpu().numpy()
+        return info["action"]
 
 
 def draw(mean, var):
@@ -456,7 +469,381 @@ def draw(mean, var):
     return mean + var.sqrt() * torch.randn_like(mean)
 
 
-# ---------------------------------------------------------------------------------------------------- tasks
+# ------------------------------------------------------------------------------------------- replay memory
+class TaskBuffer:
+    """The training tasks; for each its last transitions, in a ring, and the context of its last round."""
+
+    def __init__(self, args, tasks, obs_space, action_space, context_steps, round_steps, device):
+        self.tasks, self.device = tasks, device
+        self.size = max(args.buffer_size // len(tasks), round_steps)  # rows of a task
+        self.added = np.zeros(len(tasks), dtype=np.int64)  # steps of each task so far
+        (obs,), (action,), count = obs_space.shape, action_space.shape, len(tasks) * self.size
+        needed, free = 4 * count * (2 * obs + action + 2), free_memory(device)
+        text = f"{count:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
+        if needed > free:
+            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
+        say(f"a replay buffer of {text}")
+        empty = lambda *shape: torch.zeros(*shape, device=device)
+        self.data = dict(
+            obs=empty(count, obs), action=empty(count, action), reward=empty(count),
+            next_obs=empty(count, obs), terminated=empty(count),
+        )  # fmt: skip
+        self.context = empty(len(tasks), context_steps, obs * (1 + args.next_obs_in_context) + action + 1)
+
+    def least_known(self, n: int) -> np.ndarray:
+        """n tasks with the fewest steps so far; chance decides between equals."""
+        return np.lexsort((np.random.random(len(self.tasks)), self.added))[:n]
+
+    def add(self, tasks, steps, context) -> None:
+        """A round: steps of all tasks side by side. Their context becomes that of the round."""
+        row = tasks[None] * self.size + (self.added[tasks] + np.arange(len(steps))[:, None]) % self.size
+        row = to_tensor(row, self.device)
+        for name, x in self.data.items():
+            x[row] = to_tensor(np.stack([step[name] for step in steps]), self.device).to(x.dtype)
+        self.context[to_tensor(tasks, self.device)] = context
+        self.added[tasks] += len(steps)
+
+    def sample(self, num_tasks, batch_size, embedding_batch_size) -> dict[str, torch.Tensor]:
+        """Transitions (T * B, ...) of T tasks, B of each side by side, and contexts (T, N, W) of them."""
+        seen = self.added.nonzero()[0]
+        tasks = np.random.choice(seen, num_tasks, replace=len(seen) < num_tasks)
+        filled = to_tensor(self.added[tasks].clip(max=self.size), self.device)
+        tasks = to_tensor(tasks, self.device)
+        share = torch.rand(num_tasks, batch_size, dtype=torch.float64, device=self.device)
+        row = (tasks[:, None] * self.size + (share * filled[:, None]).long()).flatten()
+        batch = {name: x.index_select(0, row) for name, x in self.data.items()}
+        shape = num_tasks, embedding_batch_size
+        at = torch.randint(self.context.shape[1], shape, device=self.device)
+        return batch | dict(context=self.context[tasks[:, None], at])
+
+    def state_dict(self) -> dict:
+        """The rows in use. Of a slice of a tensor torch would save the whole, so NumPy slices it."""
+        n, longest = len(self.tasks), min(self.added.max(), self.size)
+        rows = {name: x.view(n, self.size, *x.shape[1:])[:, :longest] for name, x in self.data.items()}
+        rows = {name: x.cpu().numpy() for name, x in (rows | dict(context=self.context)).items()}
+        rows |= dict(tasks=self.tasks, added=self.added)
+        return {name: torch.from_numpy(x.copy()) for name, x in rows.items()} | dict(size=self.size)
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["size"] != self.size or state["context"].shape != self.context.shape:
+            options = "--buffer-size and the numbers of tasks and steps"
+            raise ValueError(f"its replay buffer has another shape: keep {options}")
+        self.tasks, self.added = state["tasks"].numpy().copy(), state["added"].numpy().copy()
+        self.context.copy_(state["context"])
+        for name, x in self.data.items():
+            rows = x.view(len(self.tasks), self.size, *x.shape[1:])
+            rows[:, : state[name].shape[1]] = state[name]
+
+
+# ---------------------------------------------------------------------------------------------- adaptation
+def play_adaptation(args, agent, envs, stopped=lambda: False):
+    """Plays adaptation_episodes + 1 episodes in each environment, in the test tasks in turn. z is sampled
+    from the belief after all steps of the task so far, and held as in training.
+
+    Yields (episode, t, step, info of that step); step["known"] tells which environments still play.
+    """
+    n, steps = envs.num_envs, []
+    tasks = sample_tasks(args, args.num_test_tasks, np.random.default_rng(args.eval_seed))
+    set_tasks(envs, tasks[np.arange(n) % len(tasks)])
+    envs.reset(seed=args.eval_seed)
+    for episode in range(args.adaptation_episodes + 1):
+        playing, t = np.ones(n, dtype=bool), 0
+        obs, info = envs.reset(options={"reset_mask": playing.copy()})
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            if t == 0 or args.hold_z > 0 and t % args.hold_z == 0:
+                z = draw(*agent.belief_after(steps, n))
+            action = agent.act(obs, info | {"z": z}, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            check_step(next_obs, reward, t)
+            step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, known=playing)
+            steps.append(step)
+            yield episode, t, step | dict(terminated=terminated), next_info
+            playing = playing & ~(terminated | truncated)
+            obs, info = reset_done(envs, next_obs, next_info, terminated | truncated)
+            t += 1
+
+
+# Points: own trials. HalfCheetah: tasks, horizon and embedding batch (of Vel) of the authors' code
+# (katerakelly/oyster), but twice its cost of control, smaller networks, batches and rounds, and larger steps
+POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, eval_episodes=40,
+             total_timesteps=240_000, learning_starts=24_000, random_hold=20, steps_prior=20,
+             steps_posterior=20, extra_steps_posterior=20, batch_size=32, embedding_batch_size=40,
+             updates_per_step=0.06, learning_rate=1e-3, gamma=0.9, tau=0.01, reward_scale=20.0,
+             hold_z=10, eval_every=24_000, log_every=12_000, checkpoint_every=1_000)  # fmt: skip
+CHEETAH = dict(total_timesteps=1_000_000, num_train_tasks=100, num_test_tasks=30, reward_scale=5.0,
+               steps_prior=200, extra_steps_posterior=200, embedding_batch_size=100, batch_size=64,
+               updates_per_step=0.1, learning_rate=1e-3, learning_starts=20_000, hidden_sizes=(256, 256),
+               eval_every=20_000, eval_episodes=30, checkpoint_every=10_000)  # fmt: skip
+TUNED = {
+    "PointRobot-v0": POINT | dict(hidden_sizes=(128, 128), encoder_sizes=(128, 128, 128), latent_dim=10),
+    "SparsePointRobot-v0": POINT | dict(hidden_sizes=(64, 64), encoder_sizes=(128, 128),
+                                        total_timesteps=400_000, learning_starts=72_000, random_share=0.25),
+    "HalfCheetahVel-v0": CHEETAH,
+    "HalfCheetahDir-v0": CHEETAH | dict(num_envs=2, num_train_tasks=2, num_test_tasks=2, meta_batch_size=4,
+                                        eval_episodes=20),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A mistake of the user: main prints it in one line and exits with code 2."""
+
+
+# --- arguments
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > make_args."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
+        try:
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} is not of this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
+
+
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
+
+
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks get them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """A function that makes one array of an observation, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
+    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 where actions are no choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it: the two maps, a float as reward, and little of info.
+
+    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
+    they are numbers; the rest goes, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- tasks
 POINTS = {  # families in the plane: starts and goals lie in squares from -x to x, the third is sparse
     "PointNavigation-v0": dict(start=0.0, goal=0.5),
     "PointRobot-v0": dict(start=1.0, goal=1.0),
@@ -477,10 +864,10 @@ class PointTasks(gym.vector.VectorEnv):
         self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
         self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
         self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
-        self.single_observation_space = Box(-np.inf, np.inf, (2,), np.float32)
-        self.single_action_space = Box(-1, 1, (2,), np.float32)
-        spaces = self.single_observation_space, self.single_action_space
-        self.observation_space, self.action_space = (batch_space(space, self.num_envs) for space in spaces)
+        point = make_env(args)
+        self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
+        self.observation_space = batch_space(point.observation_space, self.num_envs)
+        self.action_space = batch_space(point.action_space, self.num_envs)
         self.position, self.t = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, int)
 
     def set_attr(self, name, values):
@@ -524,36 +911,13 @@ class CheetahTask(gym.Wrapper):
         obs, _, terminated, truncated, info = self.env.step(action)
         velocity = info["x_velocity"]
         reward = self.task * velocity if self.by_direction else -abs(velocity - self.task)
-        return obs, reward + info["reward_ctrl"], terminated, truncated, {}
+        return obs, reward + info["reward_ctrl"], terminated, truncated, info
 
 
 class TaskSetter(gym.Wrapper):
     """Lets a vector set the task of each of its environments, as the attribute task."""
 
     task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
-
-
-def make_task_env(args, **kwargs) -> gym.Env:
-    """An environment of a family that is no point: a HalfCheetah, or of the user."""
-    if "" not in sys.path:
-        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
-    cheetah = args.env_id in CHEETAHS
-    try:
-        env_id = "HalfCheetah-v5" if cheetah else args.env_id
-        env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
-    if cheetah:
-        env = CheetahTask(env, args.env_id == CHEETAHS[0])
-    elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
-        families = ", ".join((*POINTS, *CHEETAHS))
-        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
-        raise UsageError(f"{args.env_id} {text}")
-    if len(env.observation_space.shape or ()) == 3:
-        raise UsageError(f"{args.env_id} shows images, a family of tasks needs vectors")
-    return TaskSetter(standardize(env))
 
 
 def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
@@ -568,7 +932,7 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
         return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
     if args.env_id == "HalfCheetahVel-v0":
         return rng.uniform(0, 3, (n, 1)).astype(np.float32)
-    with contextlib.closing(make_task_env(args)) as env:
+    with contextlib.closing(make_env(args)) as env:
         sample_task = env.get_wrapper_attr("sample_task")
         return np.stack([np.float32(sample_task(rng)).reshape(-1) for _ in range(n)])
 
@@ -578,212 +942,82 @@ def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
     envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
 
 
+# --- environments
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    """An environment of a family of tasks. One of a point has only spaces: make_envs moves all points."""
+    if args.env_id in POINTS:
+        point = gym.Env()
+        point.observation_space = Box(-np.inf, np.inf, (2,), np.float32)
+        point.action_space = Box(-1, 1, (2,), np.float32)
+        return StandardEnv(point, args)
+    if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        sys.path.append("")
+    cheetah = args.env_id in CHEETAHS
+    try:
+        env_id = "HalfCheetah-v5" if cheetah else args.env_id
+        env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug of the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+    if cheetah:
+        env = CheetahTask(env, args.env_id == CHEETAHS[0])
+    elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
+        families = ", ".join((*POINTS, *CHEETAHS))
+        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
+        raise UsageError(f"{args.env_id} {text}")
+    return StandardEnv(TaskSetter(env), args, mask_in_info)
+
+
 def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.vector.VectorEnv:
-    """len(tasks) * episodes environments with standard spaces: task i has rows i * episodes and following.
+    """len(tasks) * episodes standard environments: task i has rows i * episodes and following.
 
     Episodes end explicitly: reset_done follows every step.
     """
     rows, training = np.repeat(tasks, episodes, axis=0), os.getpid()
 
-    def make_env():
-        if os.getpid() != training:  # in a process of its own: the training decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return make_task_env(args, **kwargs)
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
 
     if args.env_id in POINTS:
         if args.env_kwargs:
             raise UsageError(f"{args.env_id} has no --env-kwargs")
         return PointTasks(args, rows, **kwargs)
+    env, mask_in_info = make_env(args, **kwargs), False
+    if env.choices:  # whether info has a mask, only a reset tells
+        env.env.task = rows[0]
+        env.reset()
+        mask_in_info = "action_mask" in env.info
+    env.close()
     vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-    envs = vector([make_env] * len(rows), autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    envs = vector([make] * len(rows), autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     set_tasks(envs, rows)
     return envs
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments, each with a task of its own."""
+    """num_envs standard environments, each with a task of its own."""
     return make_task_envs(args, sample_tasks(args, num_envs, np.random.default_rng(args.seed)), **kwargs)
 
 
-# ------------------------------------------------------------------------------------------- replay memory
-class TaskBuffer:
-    """The training tasks; for each its last transitions, in a ring, and the context of its last round."""
-
-    def __init__(self, args, tasks, obs_space, action_space, context_steps, round_steps, device):
-        self.tasks, self.device = tasks, device
-        self.size = max(args.buffer_size // len(tasks), round_steps)  # rows of a task
-        self.added = np.zeros(len(tasks), dtype=np.int64)  # steps of each task so far
-        host, number = torch.device("cpu"), torch.zeros(())
-        obs, action = (to_tensor(np.zeros(x.shape, x.dtype), host) for x in (obs_space, action_space))
-        rows = dict(obs=obs, action=action, reward=number, next_obs=obs, terminated=number)
-        count = len(tasks) * self.size
-        needed, free = count * sum(x.nbytes for x in rows.values()), free_memory(device)
-        text = f"{count} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
-        if needed > free:
-            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
-        print(f"a replay buffer of {text}")
-        self.data = {name: x.new_zeros(count, *x.shape, device=device) for name, x in rows.items()}
-        width = obs.numel() * (1 + args.next_obs_in_context) + action.numel() + 1
-        self.context = torch.zeros(len(tasks), context_steps, width, device=device)
-
-    def least_known(self, n: int) -> np.ndarray:
-        """n tasks with the fewest steps so far; chance decides between equals."""
-        return np.lexsort((np.random.random(len(self.tasks)), self.added))[:n]
-
-    def add(self, tasks, steps, context) -> None:
-        """A round: steps of all tasks side by side. Their context becomes that of the round."""
-        row = tasks[None] * self.size + (self.added[tasks] + np.arange(len(steps))[:, None]) % self.size
-        row = to_tensor(row, self.device)
-        for name, x in self.data.items():
-            x[row] = to_tensor(np.stack([step[name] for step in steps]), self.device).to(x.dtype)
-        self.context[to_tensor(tasks, self.device)] = context
-        self.added[tasks] += len(steps)
-
-    def sample(self, num_tasks, batch_size, embedding_batch_size) -> dict[str, torch.Tensor]:
-        """Transitions (T * B, ...) of T tasks, B of each side by side, and contexts (T, N, W) of them."""
-        seen = self.added.nonzero()[0]
-        tasks = np.random.choice(seen, num_tasks, replace=len(seen) < num_tasks)
-        filled = to_tensor(self.added[tasks].clip(max=self.size), self.device)
-        tasks = to_tensor(tasks, self.device)
-        draw = torch.rand(num_tasks, batch_size, dtype=torch.float64, device=self.device)
-        row = (tasks[:, None] * self.size + (draw * filled[:, None]).long()).flatten()
-        batch = {name: x.index_select(0, row) for name, x in self.data.items()}
-        shape = num_tasks, embedding_batch_size
-        at = torch.randint(self.context.shape[1], shape, device=self.device)
-        return batch | dict(context=self.context[tasks[:, None], at])
-
-    def state_dict(self) -> dict:
-        """The rows in use. A tensor would be saved with all of its storage, so each is cut in NumPy."""
-        n, longest = len(self.tasks), min(self.added.max(), self.size)
-        rows = {name: x.view(n, self.size, *x.shape[1:])[:, :longest] for name, x in self.data.items()}
-        rows = {name: x.cpu().numpy() for name, x in (rows | dict(context=self.context)).items()}
-        rows |= dict(tasks=self.tasks, added=self.added)
-        return {name: torch.from_numpy(x.copy()) for name, x in rows.items()} | dict(size=self.size)
-
-    def load_state_dict(self, state: dict) -> None:
-        if state["size"] != self.size or state["context"].shape != self.context.shape:
-            raise ValueError(
-                "its buffer has another shape: keep --buffer-size and the numbers of tasks and steps"
-            )
-        self.tasks, self.added = state["tasks"].numpy().copy(), state["added"].numpy().copy()
-        self.context.copy_(state["context"])
-        for name, x in self.data.items():
-            rows = x.view(len(self.tasks), self.size, *x.shape[1:])
-            rows[:, : state[name].shape[1]] = state[name]
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
 
 
-# Points: own trials. HalfCheetah: tasks, horizon and embedding batch (of Vel) of the authors' code
-# (katerakelly/oyster), but twice its cost of control, smaller networks, batches and rounds, and larger steps
-POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, eval_episodes=40,
-             total_timesteps=240_000, learning_starts=24_000, random_hold=20, steps_prior=20,
-             steps_posterior=20, extra_steps_posterior=20, batch_size=32, embedding_batch_size=40,
-             updates_per_step=0.06, learning_rate=1e-3, gamma=0.9, tau=0.01, reward_scale=20.0,
-             hold_z=10, eval_every=24_000, log_every=12_000, checkpoint_every=1_000)  # fmt: skip
-CHEETAH = dict(total_timesteps=1_000_000, num_train_tasks=100, num_test_tasks=30, reward_scale=5.0,
-               steps_prior=200, extra_steps_posterior=200, embedding_batch_size=100, batch_size=64,
-               updates_per_step=0.1, learning_rate=1e-3, learning_starts=20_000, hidden_sizes=(256, 256),
-               eval_every=20_000, eval_episodes=30, checkpoint_every=10_000)  # fmt: skip
-TUNED = {
-    "PointRobot-v0": POINT | dict(hidden_sizes=(128, 128), encoder_sizes=(128, 128, 128), latent_dim=10),
-    "SparsePointRobot-v0": POINT | dict(hidden_sizes=(64, 64), encoder_sizes=(128, 128),
-                                        total_timesteps=400_000, learning_starts=72_000, random_share=0.25),
-    "HalfCheetahVel-v0": CHEETAH,
-    "HalfCheetahDir-v0": CHEETAH | dict(num_envs=2, num_train_tasks=2, num_test_tasks=2, meta_batch_size=4,
-                                        eval_episodes=20),
-}  # fmt: skip
-
-
-# ------------------------------------------------------------------ utilities, the same text in every script
-class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
-
-
-def make_args(env_id: str, **changes) -> Args:
-    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
-    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
-    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
-    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
-    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
-
-
-def parse_args(argv: list[str] | None = None) -> Args:
-    """Command line > the run of --resume or --evaluate > make_args."""
-    argv = sys.argv[1:] if argv is None else argv
-    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
-    default = make_args(first.env_id)
-    if path := first.resume or first.evaluate:
-        try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
-    return replace(args, env_id=make_args(args.env_id).env_id)
-
-
-def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments and picks the device."""
-    for name, hint in get_type_hints(Args, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # the type, or the types inside it
-            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
-                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
-                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                    raise UsageError(f"{value}: must be from {low} to {high}")
-    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
-        os.environ["MUJOCO_GL"] = "egl"
-        print("no display: MuJoCo renders with MUJOCO_GL=egl")
-    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
-    if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds none here; cpu always works")
-    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def set_seed(seed: int) -> None:
-    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
-        seed_library(seed)
-
-
-def standardize(env: gym.Env) -> gym.Env:
-    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
-    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
-    space, actions = env.observation_space, env.action_space
-    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
-    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
-        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    if not image and env.observation_space.dtype not in (np.float32, np.float64):
-        env = gym.wrappers.DtypeObservation(env, np.float32)
-    if isinstance(actions, Box) and actions.dtype.kind == "f":
-        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.RescaleAction(env, low, high)
-        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
-    elif isinstance(actions, MultiBinary):
-        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
-    elif not isinstance(actions, (Discrete, MultiDiscrete)):
-        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
-    elif np.any(actions.start):
-        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
-        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
-    return env
-
-
-def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
-
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
-    """
-    if old_envs is not None:
-        old_envs.close()
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -792,16 +1026,26 @@ def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) ->
     return obs, info
 
 
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Stops before a number that is not finite is learned from, and names it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
+
+
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+# --- optimizer
 class Adam(torch.optim.Adam):
     """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
 
-    Methods without their wrappers: these import torch's compiler, a second at the start of every run.
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
     """
 
     step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
@@ -809,12 +1053,13 @@ class Adam(torch.optim.Adam):
     add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
     state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
 
-    def __init__(self, groups, device: torch.device, eps: float = 1e-8, graph: bool = False):
-        groups = [dict(params=p, lr=torch.tensor(lr, device=device), initial_lr=lr) for p, lr in groups]
-        super().__init__(groups, eps=eps, fused=True, capturable=graph)
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
 
     def load_state_dict(self, state: dict) -> None:
-        """Takes what the steps have left; rates and the like stay those of the command line."""
+        """Restores the moments; learning rates and other settings keep their current values."""
         state = state | {"param_groups": self.state_dict()["param_groups"]}
         inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
@@ -823,8 +1068,9 @@ def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[to
     """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
     gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
     norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
-    scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    if max_norm < math.inf:
+        scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
     return norms
 
 
@@ -832,9 +1078,9 @@ def gradient_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_norm
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     optimizer.zero_grad()
     loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
-    (grad_norm,) = clip_gradients(optimizer, max_norm)
+    norms = clip_gradients(optimizer, max_norm)
     optimizer.step()
-    return grad_norm
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 @torch.no_grad()
@@ -875,59 +1121,105 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
 
 
-def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Adapts in eval_episodes environments, of the test tasks in turn, and scores the episode after that.
-
-    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
-    untouched: own environments, own random numbers.
-    """
-    n, count = args.eval_episodes, args.adaptation_episodes + 1
-    steps, returns = [], []  # of the task so far; of its episodes
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Environments and random numbers apart from those of the training, which is left as it was."""
     states = random.getstate(), np.random.get_state()
-    agent.eval()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        tasks = sample_tasks(args, args.num_test_tasks, np.random.default_rng(args.eval_seed))
-        render = {"render_mode": "rgb_array"} if film else {}
-        envs = make_task_envs(replace(args, async_envs=False), tasks[np.arange(n) % len(tasks)], **render)
-        envs.reset(seed=args.eval_seed)
-        for _ in range(count):
-            totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-            playing, t = np.ones(n, dtype=bool), 0
-            obs, info = envs.reset(options={"reset_mask": playing.copy()})
-            while playing.any() and t < args.eval_max_steps and not stopped():
-                if t == 0 or args.hold_z > 0 and t % args.hold_z == 0:
-                    z = draw(*agent.belief_after(steps, n))
-                action = agent.act(obs, info | {"z": z}, greedy=not args.sample_actions)
-                next_obs, reward, terminated, truncated, next_info = envs.step(action)
-                step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, known=playing.copy())
-                steps.append(step)
-                if film and playing[0]:
-                    frame = envs.envs[0].render()
-                    if not isinstance(frame, np.ndarray):
-                        what = f"its render() gives {frame}, no image"
-                        raise UsageError(f"{args.env_id} cannot be filmed: {what}")
-                    if len(steps) == 1:  # VP9: browsers play it
-                        codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
-                        writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
-                    writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
-                success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
-                totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
-                playing &= ~(terminated | truncated)
-                obs, info = reset_done(envs, next_obs, next_info, terminated | truncated)
-                t += 1
-            returns.append(totals[0])
-        envs.close()
-    agent.train()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
-    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
-    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
-    metrics |= {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
-    return totals[0], metrics | {f"eval/return_after_{k}": x.mean() for k, x in enumerate(returns)}
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
 
 
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Adapts to test tasks, eval_episodes times side by side, and scores the last episode of each.
+
+    Returns the return of each, and the means of what is measured; success only where info tells it.
+    """
+    n, episodes = args.eval_episodes, args.adaptation_episodes + 1
+    totals = np.zeros((episodes, 4, n))  # return, discounted return, length, terminations
+    success = np.full((episodes, n), np.nan)
+    with evaluation_envs(args, agent, n) as envs:
+        for k, t, step, info in play_adaptation(args, agent, envs, stopped):
+            playing, reward = step["known"], step["reward"]
+            totals[k] += playing * [reward, args.gamma**t * reward, np.ones(n), step["terminated"]]
+            for key in {"is_success", "success"} & info.keys():
+                told = playing & info[f"_{key}"]
+                success[k, told] = np.fmax(success[k], info[key])[told]
+    score = totals[-1]
+    metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, score[1:], strict=True)}
+    if not np.isnan(success[-1]).all():
+        metrics["eval/success_rate"] = (success[-1] > 0).mean()
+    return score[0], metrics | {f"eval/return_after_{k}": x[0].mean() for k, x in enumerate(totals)}
+
+
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films all episodes of an adaptation to the first test task."""
+    with evaluation_envs(args, agent, 1, render_mode="rgb_array") as envs:
+        with contextlib.closing(Film(args, envs, path)) as video:
+            for _ in play_adaptation(args, agent, envs, stopped):
+                video.add()
+
+
+class Film:
+    """A film of the first environment, in VP8, which browsers play, at up to 30 frames a second."""
+
+    def __init__(self, args, envs, path: Path):
+        self.envs, self.path, self.env_id, self.writer, self.t = envs, path, args.env_id, None, 0
+        self.fps = envs.metadata.get("render_fps") or 15
+
+    def add(self) -> None:
+        """Called after each step that the film shows."""
+        every = math.ceil(self.fps / 30)
+        if self.t % every == 0:
+            frame = as_frame(self.envs.envs[0].render(), self.env_id)
+            if self.writer is None:
+                self.size = frame.shape[1::-1]
+                self.writer = open_film(self.path, self.fps / every, self.size)
+            self.writer.write(frame if frame.shape[1::-1] == self.size else cv2.resize(frame, self.size))
+        self.t += 1
+
+    def close(self) -> None:
+        if self.writer is not None:
+            self.writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
 def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
@@ -937,35 +1229,88 @@ def load(path: str | Path) -> dict:
         raise UsageError(f"cannot load {path}: {error}") from None
 
 
-def load_policy(path: str | Path):
-    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+class Policy:
+    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+
+    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
+    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    Here that is z, which is sampled anew from the belief: the prior, or what add has told of this task.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.new_task()
+
+    def new_task(self) -> None:
+        """Forgets everything about the task."""
+        self.steps = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+        self.info["steps"] = self.steps
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+    def add(self, reward, next_obs) -> None:
+        """Tells what the last action led to. From then on this step is part of the context."""
+        space, batched = self.env.env.observation_space, np.ndim(reward) > 0
+        following = list(iterate(batch_space(space, len(reward)), next_obs)) if batched else [next_obs]
+        next_obs = np.stack([self.env.observe(x, {}, over=True) for x in following])
+        step = dict(obs=self.info["obs"], action=self.info["action"], reward=np.atleast_1d(reward))
+        self.steps.append(step | dict(next_obs=next_obs))
+        self.info["t"] = self.info.get("t", 0) + 1
+        if self.agent.hold_z > 0 and self.info["t"] % self.agent.hold_z == 0:
+            del self.info["z"]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
-    return agent.eval().act
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
 
 
+# --- the run
 class Run:
-    """The folder of a run: its counters, log, evaluations and checkpoints.
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
     chunk is the number of environment steps between two pauses. parts are all that learning depends on,
     objects with state_dict and load_state_dict; agent is what plays.
     """
 
     def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
-        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
-        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
-        script = Path(sys.modules[train.__module__].__file__)
-        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
+        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
-        if not args.evaluate:
-            self.open(script)
 
     def load(self, path: Path) -> None:
         """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
@@ -975,7 +1320,7 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
@@ -985,17 +1330,65 @@ class Run:
         else:
             self.folder = path if path.is_dir() else path.parent
 
-    def open(self, script: Path) -> None:
+    def __enter__(self):
+        self.open()
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        quiet = (
+            contextlib.suppress(Exception) if error else contextlib.nullcontext()
+        )  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args, self.progress = self.args, self.folder / "progress.jsonl"
-        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -1004,58 +1397,105 @@ class Run:
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
-        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
         self.started_at = time.perf_counter() - self.seconds
-        print(f"run folder: {self.folder}")
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, as the environment gave it."""
         self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
         for i in done.nonzero()[0]:
-            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
-            self.episode_return[i] = self.episode_length[i] = 0
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
-    def due(self, every: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+    def due(self, every: int, last: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
         now = self.finished or every > 0 and self.env_steps % every < self.chunk
-        return now and self.saved_at < self.env_steps
+        return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
-        args, film = self.args, None
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
-            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
-            film.parent.mkdir(exist_ok=True)
-        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
-        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
-        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
-        if args.evaluate or self.signal:
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short, and is made up for after --resume
             return returns
-        self.returns = returns.tolist()
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
-        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
         if returns.mean() > self.best:
             self.best = float(returns.mean())
-            self.save("best.pt", agent=self.parts["agent"])
+            self.save("best.pt", agent=agent)
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
@@ -1063,7 +1503,9 @@ class Run:
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
-            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.seconds = time.perf_counter() - self.started_at
@@ -1077,14 +1519,15 @@ class Run:
     def check_finite(self, values: dict) -> None:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
-            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
@@ -1093,34 +1536,35 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves all that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that what follows depends on; episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
-        self.episode_return[:] = self.episode_length[:] = 0
+        self.running[:] = 0
 
-    def close(self, envs) -> np.ndarray:
-        """Returns the returns of the last evaluation, one per episode."""
-        envs.close()
-        self.writer.close()
-        self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.signal:
-            go_on = f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
-            sys.exit(128 + self.signal)
-        return np.array(self.returns)
+
+def action_text(space) -> str:
+    """What a policy decides, for people."""
+    if isinstance(space, Box):
+        return f"{math.prod(space.shape)} numbers"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        train(parse_args())
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

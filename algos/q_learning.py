@@ -30,7 +30,8 @@ Differences from the papers and the book:
 # ]
 # ///
 
-import contextlib, errno, importlib, json, math, os, platform, random, shutil, signal, subprocess, sys, time
+import contextlib, errno, importlib, json, linecache, math, os, platform, random, re, signal
+import subprocess, sys, time, traceback
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from pickle import UnpicklingError
@@ -42,11 +43,15 @@ import numpy as np
 import torch
 import torch.nn as nn
 import tyro
-from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium import spaces
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
 from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
+Rate = Annotated[float, (0, math.inf)]
 Share = Annotated[float, (0, 1)]
 Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 
@@ -54,20 +59,21 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 @dataclass
 class Args:
     # run
-    seed: int = 1  # seed of everything random
+    seed: Seed = 1  # seed of everything random
     device: Literal["cpu"] = "cpu"  # a table gains nothing from a GPU
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose table a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps of each environment between checkpoints; 0: only at the end
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation
+    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
-    eval_seed: int = 10_000_000  # seed of all evaluations
+    eval_seed: Seed = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations take a share epsilon of random actions, too
-    log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film an episode of each evaluation
+    log_every: int = 1_000  # environment steps between log entries
+    capture_video: bool = False  # film the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
     env_id: str = "FrozenLake-v1"  # Gymnasium id; also module:Env-v0
@@ -95,15 +101,17 @@ def next_value(update_rule, next_q_values, judge_q_values, next_action, epsilon)
     """What the next state is worth, (B,): the part of the target y that gamma discounts.
 
     next_q_values and judge_q_values are the rows (B, A) of S' in the table that learns and in the one that
-    judges; only "double" has two. next_action (B,) is A'. Equations: Sutton and Barto 2018.
+    judges; only "double" has two. Illegal actions have -inf. next_action (B,) is A'. Equations: Sutton and
+    Barto 2018.
     """
-    rows = np.arange(len(next_q_values))
+    rows, legal = np.arange(len(next_q_values)), next_q_values > -np.inf
     if update_rule == "q_learning":
         return next_q_values.max(axis=1)  # eq. 6.8
     if update_rule == "sarsa":
         return next_q_values[rows, next_action]  # eq. 6.7
     if update_rule == "expected_sarsa":
-        return (1 - epsilon) * next_q_values.max(axis=1) + epsilon * next_q_values.mean(axis=1)  # eq. 6.9
+        mean = np.where(legal, next_q_values, 0).sum(axis=1) / legal.sum(axis=1)
+        return (1 - epsilon) * next_q_values.max(axis=1) + epsilon * mean  # eq. 6.9
     return judge_q_values[rows, next_q_values.argmax(axis=1)]  # double, eq. 6.10
 
 
@@ -128,64 +136,57 @@ def epsilon_after(episodes, args):
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
-    envs, obs, info = start_segment(args)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, device)
-    episodes = Episodes()
-    run = Run(args, args.num_envs, agent=agent, episodes=episodes)
+    agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
-        return run.evaluate()
-    rewards = []  # since the last row
-    while True:
-        # Pause: score, save, end, or go on from what was saved
-        if run.due(args.eval_every) and not run.signal:
-            run.evaluate()
-        if run.due(args.checkpoint_every * args.num_envs):
-            run.checkpoint()
-        if run.finished:
-            return run.close(envs)
-        agent.epsilon = epsilon_after(episodes.finished, args)
-        if run.env_steps in (0, run.saved_at):  # what follows depends on the checkpoint alone
-            envs, obs, info = start_segment(args, run.env_steps, envs)
-            state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
-            rewards = []
+        return Run(args, args.num_envs, agent=agent).evaluate()
+    episodes = Episodes()
+    with Run(args, args.num_envs, agent=agent, episodes=episodes) as run:
+        while run.pause():  # evaluates and saves when due; False at the end
+            agent.epsilon = epsilon_after(episodes.finished, args)
+            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+                envs, obs, info = run.start_segment()
+                state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
+                rewards = []  # since the last log entry
 
-        # Step. A' is drawn in the true successor, also where the episode was cut there.
-        alpha = args.learning_rate
-        if args.anneal_lr:
-            alpha *= 1 - run.env_steps / args.total_timesteps
-        next_obs, reward, terminated, truncated, next_info = envs.step(action)
-        done = terminated | truncated
-        run.count(reward, done)
-        rewards.extend(reward)
-        next_state, next_action = agent.grid(next_obs), agent.act(next_obs, next_info, greedy=False)
+            # Step. A' is drawn in the true successor, also where the episode was cut there.
+            alpha = args.learning_rate
+            if args.anneal_lr:
+                alpha *= 1 - run.env_steps / args.total_timesteps
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            done = terminated | truncated
+            run.count(next_obs, reward, done, next_info)
+            rewards.extend(reward)
+            next_state, next_action = agent.grid(next_obs), agent.act(next_obs, next_info, greedy=False)
 
-        # Update. Of two tables, a coin says for each transition which one learns; the other one judges.
-        q_values = agent.q_values.numpy()  # the same memory; NumPy is faster on small arrays
-        table = np.random.randint(len(q_values), size=args.num_envs)
-        judge = len(q_values) - 1 - table
-        next_q_values, judge_q_values = q_values[table, next_state], q_values[judge, next_state]
-        value = next_value(args.update_rule, next_q_values, judge_q_values, next_action, agent.epsilon)
-        td_target = reward + args.gamma * (1 - terminated) * value
-        q_value = q_values[table, state, action]
-        index = np.ravel_multi_index((table, state, action), q_values.shape)
-        update_table(q_values.reshape(-1), index, td_target, alpha)
+            # Update. Of two tables, a coin says for each transition which one learns; the other one judges.
+            q_values = agent.q_values.numpy()  # the same memory; NumPy is faster on small arrays
+            table = np.random.randint(len(q_values), size=args.num_envs)
+            judge = len(q_values) - 1 - table
+            next_q_values = agent.only_legal(q_values[table, next_state], next_obs)
+            judge_q_values = q_values[judge, next_state]
+            value = next_value(args.update_rule, next_q_values, judge_q_values, next_action, agent.epsilon)
+            td_target = reward + args.gamma * (1 - terminated) * value
+            q_value = q_values[table, state, action]
+            index = np.ravel_multi_index((table, state, action), q_values.shape)
+            update_table(q_values.reshape(-1), index, td_target, alpha)
 
-        # Go on with A', or in a new episode with an action of its own
-        obs, info = reset_done(envs, next_obs, next_info, done)
-        state, action = next_state, next_action
-        if done.any():
-            episodes.finished += int(done.sum())
-            state, action = agent.grid(obs), np.where(done, agent.act(obs, info, greedy=False), action)
+            # Go on with A', or in a new episode with an action of its own
+            obs, info = reset_done(envs, next_obs, next_info, done)
+            state, action = next_state, next_action
+            if done.any():
+                episodes.finished += int(done.sum())
+                state, action = agent.grid(obs), np.where(done, agent.act(obs, info, greedy=False), action)
 
-        # Log
-        if run.due(args.log_every):
-            run.log({
-                "loss/td_error": np.abs(td_target - q_value).mean(),
-                "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": td_target.mean(),
-                "reward/mean": np.mean(rewards), "schedule/epsilon": agent.epsilon,
-                "schedule/learning_rate": alpha,
-            })  # fmt: skip
-            rewards = []
+            # Log
+            if run.due(args.log_every, run.env_steps - args.num_envs):
+                run.log({
+                    "loss/td_error": np.abs(td_target - q_value).mean(),
+                    "q/mean": q_value.mean(), "q/max": q_value.max(), "q/target_mean": td_target.mean(),
+                    "reward/mean": np.mean(rewards), "schedule/epsilon": agent.epsilon,
+                    "schedule/learning_rate": alpha,
+                })  # fmt: skip
+                rewards = []
+    return np.array(run.returns)
 
 
 # --------------------------------------------------------------------------------------------------- tables
@@ -193,20 +194,24 @@ class Grid:
     """Numbers the states from 0, row by row as in an array of the shape sizes.
 
     A Box has grid_size cells of equal width in each dimension, between its bounds; what lies outside belongs
-    to the nearest cell. A Discrete observation, and each part of a MultiDiscrete or a Tuple of Discrete, is a
-    dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0) for the third of four.
+    to the nearest cell. A Discrete observation, and each part of a MultiDiscrete, a Dict or a Tuple of
+    Discrete, is a dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0) for the
+    third of four. A mask of legal actions is no part of the state.
     """
 
     def __init__(self, space: gym.Space, args: Args):
-        self.is_box, parts = isinstance(space, Box), space if isinstance(space, Tuple) else [space]
+        parts = [part for part, _ in leaves(space)]
+        if isinstance(space, spaces.Dict) and "action_mask" in space.keys():
+            parts.pop()
+        self.is_box = len(parts) == 1 and isinstance(parts[0], Box)
         if self.is_box:
-            self.low, self.high, self.sizes = box_bounds(space, args)
-        elif isinstance(space, MultiDiscrete):
-            self.sizes = space.nvec.ravel()
+            self.low, self.high, self.sizes = box_bounds(parts[0], args)
+        elif len(parts) == 1 and isinstance(parts[0], MultiDiscrete):
+            self.sizes = parts[0].nvec.ravel()
         elif all(isinstance(part, Discrete) for part in parts):
             self.sizes = np.array([part.n for part in parts])
         else:
-            known = "Box, Discrete, MultiDiscrete or a Tuple of Discrete"
+            known = "a Box, Discrete, MultiDiscrete or a Dict or Tuple of Discrete"
             raise UsageError(f"{args.env_id} observes {space}, Q-learning needs {known}: try dqn.py")
         self.num_states = math.prod(self.sizes.tolist())
         if self.num_states > 10_000_000:
@@ -214,10 +219,11 @@ class Grid:
             raise UsageError(f"{many} with this --grid-size: lower it, or try dqn.py, which needs no table")
         strides = self.num_states // np.cumprod(self.sizes)  # states between neighbours, per dimension
         one_hot = [stride * np.arange(n) for stride, n in zip(strides, self.sizes, strict=True)]
-        self.weight = strides if self.is_box else np.concatenate(one_hot)
+        self.weight = strides if self.is_box else np.concatenate(one_hot)  # of each number of an observation
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
-        """Observations (B, D) to the numbers of their states (B,)."""
+        """Observations (B, D), which may end with a mask, to the numbers of their states (B,)."""
+        obs = obs[:, : len(self.weight)]
         if self.is_box:
             obs = np.floor((obs - self.low) * (self.sizes / (self.high - self.low))).clip(0, self.sizes - 1)
         return (obs @ self.weight).astype(np.int64)
@@ -237,6 +243,21 @@ def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarr
     return low, high, sizes
 
 
+def legal_actions(obs, num_actions):
+    """The mask (B, A) that observations end with; where no action is legal (the episode is over), all are."""
+    mask = obs[:, -num_actions:] > 0
+    return mask | ~mask.any(axis=1, keepdims=True)
+
+
+def random_actions(obs, num_actions, masked):
+    """An action for each observation, (B,), drawn among the legal ones."""
+    if not masked:
+        return np.random.randint(num_actions, size=len(obs))
+    legal = legal_actions(obs, num_actions)
+    nth = np.random.randint(legal.sum(axis=1))
+    return (legal.cumsum(axis=1) > nth[:, None]).argmax(axis=1)
+
+
 class Agent(nn.Module):
     """The values Q(s, a) of all states and actions, and the policies that follow from them."""
 
@@ -245,18 +266,26 @@ class Agent(nn.Module):
         if not isinstance(action_space, Discrete):
             have = f"{args.env_id} has {action_space} actions"
             raise UsageError(f"{have}, Q-learning needs Discrete: try ppo.py")
+        self.obs_space, self.action_space = obs_space, action_space
         self.epsilon = args.epsilon_min  # training sets it anew for each step
         # obs_space has vectors of all observations; the grid has to know what they were
         self.grid = Grid(gym.make(args.env_id, **args.env_kwargs).observation_space, args)
         shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
-        self.register_buffer("q_values", torch.full(shape, args.initial_value, dtype=torch.float64))
+        self.register_buffer("q_values", torch.full(shape, float(args.initial_value), dtype=torch.float64))
+
+    def only_legal(self, q_values, obs):
+        """q_values (B, A), with -inf for the actions that the mask of an observation forbids."""
+        if not self.obs_space.masked:
+            return q_values
+        return np.where(legal_actions(obs, q_values.shape[1]), q_values, -np.inf)
 
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs,) in a vector environment: the first of the best; if not greedy, some random."""
+        """Actions (num_envs,) of a vector environment: the first of the best; if not greedy, some random."""
         q_values = self.q_values.numpy()[:, self.grid(obs)].sum(axis=0)  # two tables vote together
-        random_action = np.random.randint(q_values.shape[1], size=len(obs))
+        best = self.only_legal(q_values, obs).argmax(axis=1)
+        random_action = random_actions(obs, q_values.shape[1], self.obs_space.masked)
         explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
-        return np.where(explore, random_action, q_values.argmax(axis=1))
+        return np.where(explore, random_action, best)
 
     def get_extra_state(self):
         """What the numbers of the states mean. It is saved, and a table is not loaded into another grid."""
@@ -303,6 +332,7 @@ class UsageError(ValueError):
     """A mistake of the user: main prints it in one line and exits with code 2."""
 
 
+# --- arguments
 def make_args(env_id: str, **changes) -> Args:
     """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
     env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
@@ -317,29 +347,37 @@ def parse_args(argv: list[str] | None = None) -> Args:
     first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
         try:
-            default = Args(**load(path)["args"] | dict(run_dir="", resume="", evaluate="", init_from=""))
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
             raise UsageError(f"{path} is not of this script: {error}") from None
-    args = tyro.cli(Args, args=argv, default=default, description=__doc__.partition("\n\n")[0])
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
-def set_up(args) -> torch.device:
-    """Checks the ranges of the arguments and picks the device."""
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
-        for part in (hint, *get_args(hint)):  # the type, or the types inside it
-            for low, high in (x for x in getattr(part, "__metadata__", ()) if isinstance(x, tuple)):
-                if any(x is not None and not low <= x <= high for x in np.ravel(getattr(args, name))):
-                    value = f"--{name.replace('_', '-')} {getattr(args, name)}"
-                    raise UsageError(f"{value}: must be from {low} to {high}")
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
-        os.environ["MUJOCO_GL"] = "egl"
-        print("no display: MuJoCo renders with MUJOCO_GL=egl")
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
-    torch.set_flush_denormal(True)  # numbers below 1e-38, as moments of Adam that fade, slow a CPU down
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch finds none here; cpu always works")
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
     return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
 
 
@@ -348,70 +386,279 @@ def set_seed(seed: int) -> None:
         seed_library(seed)
 
 
-def standardize(env: gym.Env) -> gym.Env:
-    """Observations become float vectors or byte images (C, H, W); actions Discrete or MultiDiscrete from 0,
-    or Boxes whose bounded dimensions are [-1, 1], and what exceeds them is clipped."""
-    space, actions = env.observation_space, env.action_space
-    image = space.dtype == np.uint8 and len(space.shape or ()) == 3
-    if image and space.shape[2] < space.shape[0]:  # (H, W, C)
-        turned = Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-        env = gym.wrappers.TransformObservation(env, lambda x: np.moveaxis(x, -1, 0), turned)
-    elif not image and not (isinstance(space, Box) and len(space.shape) == 1):
-        env = gym.wrappers.FlattenObservation(env)
-    if not image and env.observation_space.dtype not in (np.float32, np.float64):
-        env = gym.wrappers.DtypeObservation(env, np.float32)
-    if isinstance(actions, Box) and actions.dtype.kind == "f":
-        bounded = np.isfinite(actions.low) & np.isfinite(actions.high)
-        low, high = np.where(bounded, -1, actions.low), np.where(bounded, 1, actions.high)
-        env = gym.wrappers.RescaleAction(env, low, high)
-        env = gym.wrappers.TransformAction(env, lambda a: a.clip(low, high), env.action_space)
-    elif isinstance(actions, MultiBinary):
-        env = gym.wrappers.TransformAction(env, lambda a: a, MultiDiscrete(np.full(actions.shape, 2)))
-    elif not isinstance(actions, (Discrete, MultiDiscrete)):
-        raise UsageError(f"{actions} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats")
-    elif np.any(actions.start):
-        from_0 = Discrete(actions.n) if isinstance(actions, Discrete) else MultiDiscrete(actions.nvec)
-        env = gym.wrappers.TransformAction(env, lambda a: a + actions.start, from_0)
-    return env
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks get them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """A function that makes one array of an observation, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
+    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 where actions are no choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it: the two maps, a float as reward, and little of info.
+
+    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
+    they are numbers; the rest goes, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def todays_name(env_id: str) -> str:
+    """A hint where an environment has another name today, as Atari games and old versions."""
+    with contextlib.suppress(ImportError):
+        gym.register_envs(importlib.import_module("ale_py"))
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id))
+    names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
+    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+
+
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    return StandardEnv(gym.make(args.env_id, **{**args.env_kwargs, **kwargs}), args, mask_in_info)
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs environments with standard spaces. Episodes end explicitly: reset_done follows every step."""
-    kwargs, training = {**args.env_kwargs, **kwargs}, os.getpid()
+    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    training = os.getpid()
 
-    def make_env():
-        if os.getpid() != training:  # in a process of its own: the training decides when to stop
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        return standardize(gym.make(args.env_id, **kwargs))
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
 
     try:
         if args.env_id.startswith("ALE/"):
-            gym.register_envs(importlib.import_module("ale_py"))
-            kwargs = {"reward_clipping": False, **kwargs}
-            return gym.make_vec(args.env_id, num_envs, "vector_entry_point", **kwargs)
-        sys.path.append("")  # module:Env-v0 finds a module in the folder of the user
+            return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+            sys.path.append("")
+        env, mask_in_info = make_env(args, **kwargs), False
+        if env.choices:  # whether info has a mask, only a reset tells
+            env.reset()
+            mask_in_info = "action_mask" in env.info
+        env.close()
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
-        return vector([make_env] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+        return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
             raise  # a bug of the environment keeps its traceback
-        raise UsageError(f"cannot make {args.env_id}: {error}") from error
+        raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
-def start_segment(args, env_steps=0, old_envs=None) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-    """New environments, and everything random seeded from (seed, env_steps).
+def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    gym.register_envs(importlib.import_module("ale_py"))
+    envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
+    to_array, layout = observation_map(envs.single_observation_space)
+    if layout.shape != envs.single_observation_space.shape:  # color
+        stack = lambda obs: np.stack([to_array(x) for x in obs])
+        envs = gym.wrappers.vector.TransformObservation(envs, stack, single_observation_space=layout)
+    to_action, actions = action_map(envs.single_action_space)
+    if isinstance(actions, Box):
+        stack = lambda action: np.stack([to_action(x) for x in action])
+        envs = gym.wrappers.vector.TransformAction(envs, stack, single_action_space=actions)
+    envs.single_observation_space = layout
+    return envs
 
-    A segment starts after every checkpoint, and when one is loaded: what follows depends on the checkpoint
-    alone, so a resumed run repeats an uninterrupted one bit for bit. Episodes in progress count as truncated.
-    """
-    if old_envs is not None:
-        old_envs.close()
-    seed = int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
-    set_seed(seed)
-    envs = make_envs(args, args.num_envs)
-    envs.action_space.seed(seed)
-    return envs, *envs.reset(seed=seed)
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
@@ -420,51 +667,121 @@ def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) ->
     return obs, info
 
 
-def evaluate(args, agent, film: Path | None = None, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Plays eval_episodes episodes, one in each environment, so that short ones are not favoured.
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Stops before a number that is not finite is learned from, and names it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
 
-    Returns the return of each and the means of what is measured; the first one becomes the film. Training is
-    untouched: own environments, own random numbers.
-    """
-    n, atari = args.eval_episodes, args.env_id.startswith("ALE/")
-    totals = np.zeros((5, n))  # return, discounted return, length, terminations, successes
-    playing, t, states = np.ones(n, dtype=bool), 0, (random.getstate(), np.random.get_state())
-    agent.eval()
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Environments and random numbers apart from those of the training, which is left as it was."""
+    states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
-        render = {"render_mode": "rgb_array"} if film and not atari else {}
-        envs = make_envs(replace(args, async_envs=False), n, **render)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
+
+    Returns the return of each, and the means of what is measured; success only where info tells it.
+    """
+    n = args.eval_episodes
+    totals = np.zeros((4, n))  # return, discounted return, length, terminations
+    success, playing, t = np.full(n, np.nan), np.ones(n, dtype=bool), 0
+    with evaluation_envs(args, agent, n) as envs:
         obs, info = envs.reset(seed=args.eval_seed)
-        if film and atari:  # a vector of games is gray: a twin in colour plays the same game
-            twin = make_envs(args, 1, grayscale=False, stack_num=1, img_height=210, img_width=160)
-            twin.reset(seed=args.eval_seed)
         while playing.any() and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
-            if film and playing[0]:
-                frame = twin.step(action[:1])[0][0, 0] if atari else envs.envs[0].render()
-                if not isinstance(frame, np.ndarray):
-                    raise UsageError(f"{args.env_id} cannot be filmed: its render() gives {frame}, no image")
-                if t == 0:  # VP9: browsers play it
-                    codec, fps = cv2.VideoWriter_fourcc(*"vp09"), envs.metadata.get("render_fps") or 15
-                    writer = cv2.VideoWriter(str(film), codec, fps, frame.shape[1::-1])
-                writer.write(np.ascontiguousarray(frame[..., ::-1]))  # blue first, as OpenCV wants it
-            success = next_info.get("is_success", next_info.get("success", np.zeros(n)))
-            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated, success]
+            check_step(next_obs, reward, t)
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & next_info.keys():
+                told = playing & next_info[f"_{key}"]
+                success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
             info |= next_info  # what else a policy keeps in it stays, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
-        envs.close()
-    agent.train()
-    random.setstate(states[0])
-    np.random.set_state(states[1])
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
-    names = "discounted_return_mean", "length_mean", "termination_rate", "success_rate"
-    means = totals[1].mean(), totals[2].mean(), totals[3].mean(), (totals[4] > 0).mean()
-    return totals[0], metrics | {f"eval/{name}": mean for name, mean in zip(names, means, strict=True)}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, totals[1:], strict=True)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return totals[0], metrics
 
 
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films the first episode of an evaluation in VP8, which browsers play, at up to 30 frames a second."""
+    atari, writer, done, t = args.env_id.startswith("ALE/"), None, np.zeros(1, dtype=bool), 0
+    with evaluation_envs(args, agent, 1, **({} if atari else {"render_mode": "rgb_array"})) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        if atari:  # a vector of games is gray: a twin in color plays the same game
+            color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
+            twin.reset(seed=args.eval_seed)
+        fps = envs.metadata.get("render_fps") or 15
+        every = math.ceil(fps / 30)
+        while not done[0] and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, _, terminated, truncated, next_info = envs.step(action)
+            frame = as_frame(twin.step(action)[0][0] if atari else envs.envs[0].render(), args.env_id)
+            if writer is None:
+                size = frame.shape[1::-1]
+                writer = open_film(path, fps / every, size)
+            if t % every == 0:
+                writer.write(frame if frame.shape[1::-1] == size else cv2.resize(frame, size))
+            done, t = terminated | truncated, t + 1
+            obs, info = reset_done(envs, next_obs, info | next_info, done)
+    if writer is not None:
+        writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
 def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
@@ -474,35 +791,70 @@ def load(path: str | Path) -> dict:
         raise UsageError(f"cannot load {path}: {error}") from None
 
 
-def load_policy(path: str | Path):
-    """policy(obs, info) -> actions for environments of make_envs, from a .pt file or a run folder."""
+class Policy:
+    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+
+    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
+    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
     state = load(path)
     args = Args(**state["args"])
-    envs = make_envs(args, 1)
-    agent = Agent(envs.single_observation_space, envs.single_action_space, args, torch.device("cpu"))
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
     agent.load_state_dict(state["agent"])
-    return agent.eval().act
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
 
 
+# --- the run
 class Run:
-    """The folder of a run: its counters, log, evaluations and checkpoints.
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
     chunk is the number of environment steps between two pauses. parts are all that learning depends on,
     objects with state_dict and load_state_dict; agent is what plays.
     """
 
     def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.handlers = args, chunk, parts, 0, {}
-        self.env_steps, self.saved_at, self.seconds, self.best = 0, -1, 0.0, -math.inf
-        self.returns, self.episodes = [], []  # of the last evaluation; (return, length) since the last row
-        self.episode_return, self.episode_length = np.zeros(args.num_envs), np.zeros(args.num_envs)
-        script = Path(sys.modules[train.__module__].__file__)
-        name = f"{args.env_id.replace(':', '-')}/{script.stem}/{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.folder = Path(args.run_dir or f"runs/{name}")
+        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
+        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
-        if not args.evaluate:
-            self.open(script)
 
     def load(self, path: Path) -> None:
         """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
@@ -512,7 +864,7 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (RuntimeError, ValueError) as error:
+        except (KeyError, RuntimeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
@@ -522,17 +874,65 @@ class Run:
         else:
             self.folder = path if path.is_dir() else path.parent
 
-    def open(self, script: Path) -> None:
+    def __enter__(self):
+        self.open()
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        quiet = (
+            contextlib.suppress(Exception) if error else contextlib.nullcontext()
+        )  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
         """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
-        args, self.progress = self.args, self.folder / "progress.jsonl"
-        if any(self.folder.glob("*")) and (args.run_dir or not args.resume):
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{script.parent}" describe --always --dirty')
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -541,58 +941,105 @@ class Run:
         history = json.loads(environment.read_text()) if environment.exists() else []
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
-        shutil.copy(script, self.folder / (f"{script.stem}-{self.env_steps}.py" if history else script.name))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
         self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
-        self.writer.add_text("args", json.dumps(asdict(args) | about, indent=4), self.env_steps)
-        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=None)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
         self.started_at = time.perf_counter() - self.seconds
-        print(f"run folder: {self.folder}")
-        with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
-        signal.signal(number, signal.SIG_DFL)
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
 
-    def count(self, reward: np.ndarray, done: np.ndarray) -> None:
-        """Counts one step of every environment; reward is as the environment gave it."""
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, as the environment gave it."""
         self.env_steps += len(reward)
-        self.episode_return += reward
-        self.episode_length += 1
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
         for i in done.nonzero()[0]:
-            self.episodes.append((float(self.episode_return[i]), float(self.episode_length[i])))
-            self.episode_return[i] = self.episode_length[i] = 0
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
 
     @property
     def finished(self) -> bool:
         """Whether the training is over, or a signal asks to stop."""
         reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
-        return reached or self.signal > 0
+        return reached or self.over or self.signal > 0
 
-    def due(self, every: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; not right after a load."""
+    def due(self, every: int, last: int) -> bool:
+        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
         now = self.finished or every > 0 and self.env_steps % every < self.chunk
-        return now and self.saved_at < self.env_steps
+        return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
-        args, film = self.args, None
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
-            film = self.folder / "videos" / f"{self.env_steps}{seed}.mp4"
-            film.parent.mkdir(exist_ok=True)
-        returns, metrics = evaluate(args, self.parts["agent"], film, lambda: self.signal)
-        text = " ".join(f"{name.removeprefix('eval/')} {value:.5g}" for name, value in metrics.items())
-        tqdm.write(f"step {self.env_steps} {text} over {len(returns)} episodes {film or ''}")
-        if args.evaluate or self.signal:
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short, and is made up for after --resume
             return returns
-        self.returns = returns.tolist()
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for programs that read it
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
-        self.save(f"models/{self.env_steps}.pt", agent=self.parts["agent"])
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
         if returns.mean() > self.best:
             self.best = float(returns.mean())
-            self.save("best.pt", agent=self.parts["agent"])
+            self.save("best.pt", agent=agent)
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
@@ -600,7 +1047,9 @@ class Run:
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
-            row["train/episode_return"], row["train/episode_length"] = np.mean(self.episodes, axis=0)
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.seconds = time.perf_counter() - self.started_at
@@ -614,14 +1063,15 @@ class Run:
     def check_finite(self, values: dict) -> None:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
-            what = f"{', '.join(bad)} not finite at step {self.env_steps}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at}")
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        run = {name: getattr(self, name) for name in ("env_steps", "seconds", "best", "returns", "episodes")}
+        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
@@ -630,34 +1080,35 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves all that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that what follows depends on; episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
-        self.episode_return[:] = self.episode_length[:] = 0
+        self.running[:] = 0
 
-    def close(self, envs) -> np.ndarray:
-        """Returns the returns of the last evaluation, one per episode."""
-        envs.close()
-        self.writer.close()
-        self.bar.close()
-        for number, handler in self.handlers.items():
-            signal.signal(number, handler)
-        if self.signal:
-            go_on = f"python {sys.argv[0]} --resume {self.folder}"
-            print(f"stopped at step {self.env_steps}, saved; to go on: {go_on}", file=sys.stderr)
-            sys.exit(128 + self.signal)
-        return np.array(self.returns)
+
+def action_text(space) -> str:
+    """What a policy decides, for people."""
+    if isinstance(space, Box):
+        return f"{math.prod(space.shape)} numbers"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 
 def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
-        train(parse_args())
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.errno != errno.ENOSPC:
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

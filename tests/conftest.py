@@ -82,11 +82,9 @@ def scripts_with(*names: str) -> list[str]:
     return [name for name in NAMES if all(hasattr(load_script(name), x) for x in names)]
 
 
-@cache
-def takes(name: str, kind: str) -> bool:
-    """Whether a script decides among such actions, a key of probe_envs.action_spaces()."""
+def makes_agent(name: str, observation: gym.Space, action: gym.Space) -> bool:
+    """Whether the agent of a script can be made for these spaces of an environment."""
     module = load_script(name)
-    observation, action = Box(-1, 1, (2,)), probe_envs.action_spaces()[kind]
     args = module.Args(**{key: value for key, value in TINY.items() if has(module, key)})
     try:
         AGENTS[name](module.observation_map(observation)[1], module.action_map(action)[1], args, CPU)
@@ -95,9 +93,17 @@ def takes(name: str, kind: str) -> bool:
     return True
 
 
-def takers(*kinds: str) -> list[str]:
-    """The scripts that decide among all of these actions."""
-    return [name for name in NAMES if all(takes(name, kind) for kind in kinds)]
+@cache
+def takes(name: str, kind: str) -> bool:
+    """Whether a script decides among such actions, a key of probe_envs.action_spaces()."""
+    return makes_agent(name, Box(-1, 1, (2,)), probe_envs.action_spaces()[kind])
+
+
+@cache
+def reads(name: str, kind: str) -> bool:
+    """Whether a script acts on such observations, a key of probe_envs.observation_spaces()."""
+    actions = probe_envs.action_spaces()["discrete" if takes(name, "discrete") else "box"]
+    return makes_agent(name, probe_envs.observation_spaces()[kind], actions)
 
 
 # -------------------------------------------------------------------------------------------------- arguments

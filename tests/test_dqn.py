@@ -107,6 +107,25 @@ def test_values_are_of_the_endless_sum_where_episodes_are_only_truncated(switche
     assert q_values.max().item() == pytest.approx(10 / 3, abs=0.15)
 
 
+@pytest.mark.parametrize("flags", [{}, dict(double=True), dict(n_step=3), dict(dueling=True)], ids="-".join)
+def test_the_next_action_is_a_legal_one(flags, seen, record):
+    """Against a table of which actions are legal; what is illegal is worth the most."""
+    targets, batches = record(dqn, "compute_td_target"), record(dqn.FrameBuffer, "transitions")
+    quick("Loop", learning_rate=0.01, gamma=0.9, **flags)
+    masks = torch.tensor(odd_envs.Loop.masks, dtype=torch.bool)
+    for (given, td_target), (_, batch) in zip(targets, batches, strict=True):
+        reward, discount, target_q_values, *q_values = given
+        legal = masks[batch["next_obs"][:, 1].long()]  # one-hot states
+        chooser = target_q_values if q_values[0] is None else q_values[0]
+        assert torch.equal(chooser.isfinite(), legal)
+        best = torch.where(legal, chooser, -1e9).argmax(1, keepdim=True)
+        value = target_q_values.gather(1, best).squeeze(1)
+        torch.testing.assert_close(td_target, reward + discount * value)
+        assert td_target.isfinite().all()
+        assert masks[batch["obs"][:, 1].long()].gather(1, batch["action"][:, None]).all()
+    assert all(math.isfinite(x) for row in progress() for x in row.values())
+
+
 # ------------------------------------------------------------------------------------------------- networks
 def test_the_advantages_of_dueling_have_mean_zero():
     agent, obs = new_agent(dueling=True, hidden_sizes=(8, 16)), torch.randn(10, 4)
@@ -288,7 +307,8 @@ def test_each_leaf_is_drawn_from_its_part_of_the_mass(size, monkeypatch):
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refused(stack):
     space, frame = Box(0, 255, (stack, 3, 3), np.uint8), np.zeros((2, stack, 3, 3), np.uint8)
-    make = lambda size: dqn.FrameBuffer(short("ALE/Pong-v5", buffer_size=size, per=True), space, CPU)
+    game = dict(env="ALE/Pong-v5", env_kwargs={"stack_num": stack}, per=True)
+    make = lambda size: dqn.FrameBuffer(short(**game, buffer_size=size), space, CPU)
     least = 2 * (2 * stack + 1)
     with pytest.raises(dqn.UsageError, match=rf"--buffer-size {least - 1} .*\b{least}\b"):
         make(least - 1)
@@ -401,9 +421,9 @@ def test_neither_a_stop_nor_evaluations_change_a_training(switches, monkeypatch)
 
 def test_weights_to_start_from_are_those_of_the_target_too():
     quick(run_dir="first")
-    quick(seed=2, init_from="first", learning_starts=1000, target_update_every=1000)
+    quick(run_dir="second", seed=2, init_from="first", train_every=1000, target_update_every=1000)
     first = checkpoint("first")["agent"]
-    assert equal(checkpoint()["agent"], first) and equal(checkpoint()["target_agent"], first)
+    assert equal(checkpoint("second")["agent"], first) and equal(checkpoint("second")["target_agent"], first)
 
 
 def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):

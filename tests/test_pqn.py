@@ -4,6 +4,7 @@ from functools import partial
 
 import conftest
 import numpy as np
+import odd_envs
 import probe_envs
 import pytest
 import torch
@@ -88,6 +89,21 @@ def test_returns_are_those_of_the_true_successors(pqn, monkeypatch):
         if not evaluates:
             truth.append(reward + 0.5 * (1 - terminated) * value(now))
     assert len(truth) == 64 and sorted(seen[0].flatten().tolist()) == pytest.approx(sorted(truth))
+
+
+def test_the_next_value_is_of_a_legal_action(pqn, record):
+    """Against a table of which actions are legal."""
+    returns, outputs = record(pqn, "q_lambda_returns"), record(pqn.Agent, "forward")
+    quick(pqn, "Loop", total_timesteps=128)
+    masks = torch.tensor(odd_envs.Loop.masks, dtype=torch.bool)
+    for given, return_ in returns:
+        assert given[1].isfinite().all() and return_.isfinite().all()
+    for (_, obs), q_values in outputs:
+        legal = masks[obs[:, 1].long()]  # one-hot states
+        assert torch.equal(q_values.isfinite(), legal)
+    of_rollout = [call for call in outputs if len(call[1]) == 64][1 if len(outputs[0][1]) == 64 else 0]
+    best = torch.where(of_rollout[1].isfinite(), of_rollout[1], -1e9).amax(1)
+    assert any(torch.equal(given[1].flatten(), best) for given, _ in returns)
 
 
 @pytest.mark.parametrize("terminates, q_lambda, value", [(0, 0.0, 10), (0, 0.8, 10), (1, 0.0, 1 / 0.19)])
