@@ -454,10 +454,11 @@ class Agent(nn.Module):
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, A) of a vector environment, given z in info["z"] (num_envs, Z).
 
-        Where info has none, z is sampled from the belief after info["steps"] and kept in info.
+        Where info has none it is of the belief after info["steps"], its mean or a sample, and kept in info.
         """
         if "z" not in info:
-            info["z"] = draw(*self.belief_after(info.get("steps", []), len(obs)))
+            mean, var = self.belief_after(info.get("steps", []), len(obs))
+            info["z"] = mean if greedy else draw(mean, var)
         mean, log_std = self.actor(to_tensor(obs, self.device), info["z"])
         u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
         info["obs"], info["action"] = obs, u.tanh().cpu().numpy()
@@ -1234,7 +1235,7 @@ class Policy:
 
     A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
     action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
-    Here that is z, which is sampled anew from the belief: the prior, or what add has told of this task.
+    Here that is z: add makes a step part of the context, and the next z is of the belief after it.
     """
 
     def __init__(self, agent, env):

@@ -1,5 +1,5 @@
-"""Trust Region Policy Optimization (Schulman et al. 2015, arXiv 1502.05477): each update moves the policy along
-the natural gradient, as far as a limit on the KL divergence from the old policy allows.
+"""Trust Region Policy Optimization (Schulman et al. 2015, arXiv 1502.05477): each update moves the policy
+along the natural gradient, as far as a limit on the KL divergence from the old policy allows.
 
     problem    max L = E[rho_t A_t], rho_t = pi(a_t | s_t) / pi_old(a_t | s_t), with KL <= max_kl     (eq. 14)
     direction  H s = g, g the gradient of L, H the Hessian of KL = E[KL(pi_old(. | s_t) || pi(. | s_t))]
@@ -7,8 +7,7 @@ the natural gradient, as far as a limit on the KL divergence from the old policy
     advantage  A_t = sum_l (gamma lambda)^l delta_{t+l}, delta_t = r_t + gamma V(s_{t+1}) - V(s_t)  (GAE)
 
 Differences from the paper:
- 1. Advantages are GAE with a value network, normalized over the rollout, instead of sums of rewards. Adam fits
-    the critic in minibatches.
+ 1. Instead of sums of rewards, advantages are GAE, normalized over the rollout; Adam fits V in minibatches.
  2. H is the Hessian of the mean KL over all steps, by double backward, plus hvp_damping times the identity.
  3. A rollout is num_steps of each environment, and V stands for the rewards after its end.
  4. A time limit does not end the return: A_t bootstraps from the value of the true final observation.
@@ -65,9 +64,7 @@ class Args:
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = (
-        20_000  # steps per environment between checkpoints; they cut episodes; 0: at the end
-    )
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
@@ -242,7 +239,7 @@ def train(args: Args) -> np.ndarray:
         critic_optimizer.step()
         return {"loss/value": loss_value.detach(), "grad/critic_norm": critic_norm}
 
-    with Run(args, batch_size, agent=agent, reward_norm=reward_norm, critic_optimizer=critic_optimizer) as run:
+    with Run(args, batch_size, agent=agent, reward_norm=reward_norm, optimizer=critic_optimizer) as run:
         while run.pause():  # evaluates and saves when due; False at the end
             if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
                 envs, obs, info = run.start_segment()

@@ -23,7 +23,6 @@ import odd_envs
 import probe_envs
 import pytest
 import torch
-from gymnasium.spaces import Box
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -82,28 +81,32 @@ def scripts_with(*names: str) -> list[str]:
     return [name for name in NAMES if all(hasattr(load_script(name), x) for x in names)]
 
 
-def makes_agent(name: str, observation: gym.Space, action: gym.Space) -> bool:
-    """Whether the agent of a script can be made for these spaces of an environment."""
+@cache
+def decides(name: str, obs: str, action: str) -> bool:
+    """Whether a script has an agent for these spaces, keys of those of probe_envs."""
     module = load_script(name)
     args = module.Args(**{key: value for key, value in TINY.items() if has(module, key)})
+    args.env_id, args.env_kwargs = "probe_envs:Spaces-v0", dict(obs=obs, action=action)
     try:
-        AGENTS[name](module.observation_map(observation)[1], module.action_map(action)[1], args, CPU)
+        AGENTS[name](*module.standard_spaces(args), args, CPU)
     except module.UsageError:
         return False
     return True
 
 
-@cache
-def takes(name: str, kind: str) -> bool:
-    """Whether a script decides among such actions, a key of probe_envs.action_spaces()."""
-    return makes_agent(name, Box(-1, 1, (2,)), probe_envs.action_spaces()[kind])
+def takes(name: str, action: str) -> bool:
+    """Whether a script decides among such actions."""
+    return decides(name, "vector", action)
 
 
-@cache
-def reads(name: str, kind: str) -> bool:
-    """Whether a script acts on such observations, a key of probe_envs.observation_spaces()."""
-    actions = probe_envs.action_spaces()["discrete" if takes(name, "discrete") else "box"]
-    return makes_agent(name, probe_envs.observation_spaces()[kind], actions)
+def reads(name: str, obs: str) -> bool:
+    """Whether a script acts on such observations."""
+    return decides(name, obs, "discrete" if takes(name, "discrete") else "box")
+
+
+def takers(*actions: str) -> list[str]:
+    """The scripts that decide among all of these actions."""
+    return [name for name in NAMES if all(takes(name, action) for action in actions)]
 
 
 # -------------------------------------------------------------------------------------------------- arguments

@@ -111,7 +111,7 @@ def test_a_generation_is_algorithm_1(es, diary, members, way):
     """Its members are told from each other by what they would do in the episodes that were played."""
     options = dict(optimizer="sgd", learning_rate=0.1, weight_decay=0.3, sigma=0.2) | way
     args = short(es, episodes_per_member=2, **options)
-    agent = es.Agent(Box(-10, 10, (2,)), Box(-1, 1, (1,)), args, torch.device("cpu"))
+    agent = es.Agent(es.Layout((2,)), Box(-1, 1, (1,)), args, torch.device("cpu"))
     es.train(args)
     before, after = checkpoint("run", "models/0.pt")["agent"], checkpoint()["agent"]
     generation = dict(zip([name for name, _ in agent.named_parameters()], members, strict=True))
@@ -181,7 +181,7 @@ def test_steps_and_episodes_are_counted_by_whole_generations(es, diary, anneal):
 def test_the_policy_is_a_plain_network_without_choices_that_do_not_exist(es, space, hidden_sizes):
     torch.manual_seed(0)
     args = es.Args(hidden_sizes=hidden_sizes, activation="relu", normalize_obs=True)
-    agent = es.Agent(Box(-1, 1, (60,)), space, args, torch.device("cpu"))
+    agent = es.Agent(es.Layout((60,)), space, args, torch.device("cpu"))
     seen = {"obs_norm.mean": torch.full((60,), 0.5), "obs_norm.var": torch.full((60,), 4.0)}
     agent.load_state_dict(seen, strict=False)
     for p in agent.parameters():
@@ -207,12 +207,35 @@ def test_every_action_is_legal(es, obs, action):
     assert len(probe_envs.Spaces.actions) > 40  # the environment asserts that each is legal
 
 
-def test_images_and_odd_populations_are_refused(es):
-    with pytest.raises(es.UsageError, match="Spaces-v0 shows images.* ppo.py"):
-        es.train(short(es, "probe_envs:Spaces-v0", env_kwargs={"obs": "hwc"}))
+def test_a_member_plays_alike_in_any_company_with_images_too(es):
+    args = es.Args(hidden_sizes=(4,))
+    layout = es.Layout((3, 12, 12), np.uint8, [(3, 12, 12)])
+    agent = es.Agent(layout, Discrete(3), args, torch.device("cpu"))
+    members = {name: torch.randn(6, *p.shape) for name, p in agent.named_parameters()}
+    obs = np.random.default_rng(0).integers(0, 256, (6, 3, 12, 12), dtype=np.uint8)
+    together = agent.act_each(members, obs)
+    for i in range(6):
+        assert (
+            agent.act_each({name: x[i : i + 1] for name, x in members.items()}, obs[i : i + 1]) == together[i]
+        )
+    es.train(short(es, "probe_envs:Spaces-v0", env_kwargs={"obs": "hwc"}, population=4, total_timesteps=50))
+
+
+def test_odd_populations_are_refused(es):
     with pytest.raises(es.UsageError, match="--population 5 is odd"):
         es.train(short(es, population=5))
     es.train(short(es, population=5, mirrored_sampling=False))
+
+
+def test_another_optimizer_is_refused_by_resume(es):
+    es.train(short(es, optimizer="adam"))
+    with pytest.raises(es.UsageError, match="--init-from"):
+        es.train(es.parse_args(["--resume", "run", "--optimizer", "sgd"]))
+
+
+def test_a_generation_ends_without_a_time_limit(es):
+    es.train(short(es, "probe_envs:Endless-v0", max_episode_steps=7, eval_max_steps=7, population=4))
+    assert {row["train/episode_length"] for row in generations()} == {7.0}
 
 
 # ------------------------------------------------------------------------------------------------- processes

@@ -124,24 +124,6 @@ def test_weights_only_are_refused_by_resume_and_taken_by_init_from(ppo, capsys):
 
 
 # ---------------------------------------------------------------------------------------------- environments
-def test_atari_pays_what_the_game_pays(ppo):
-    envs, rewards = ppo.make_envs(ppo.Args(env_id="ALE/MsPacman-v5"), 1), []
-    envs.reset(seed=1)
-    for _ in range(100):
-        rewards.append(float(envs.step(np.array([3]))[1][0]))
-    assert max(rewards) >= 10  # a pill; its sign would be 1
-
-
-def test_atari_has_sticky_actions_unless_told_otherwise(ppo):
-    args, games = ppo.make_args("ALE/Pong-v5"), []
-    for kwargs in ({}, {"repeat_action_probability": 0.25}, {"repeat_action_probability": 0.0}):
-        envs = ppo.make_envs(replace(args, env_kwargs=kwargs), 2)
-        envs.reset(seed=3)
-        actions = np.random.default_rng(0).integers(0, 6, (60, 2))
-        games.append([envs.step(action)[0] for action in actions][-1])
-    assert np.array_equal(games[0], games[1]) and not np.array_equal(games[0], games[2])
-
-
 def test_an_environment_in_the_users_folder_is_found(ppo, capsys):
     Path("my_envs.py").write_text("""
 import gymnasium as gym
