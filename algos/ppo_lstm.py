@@ -62,9 +62,7 @@ class Args:
     resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
     init_from: str = ""  # .pt file whose weights a new run starts from
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = (
-        20_000  # steps per environment between checkpoints; they cut episodes; 0: at the end
-    )
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
