@@ -1,4 +1,4 @@
-"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): off-policy meta-learning. From transitions of a task, the
+"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): meta-learning off policy. From transitions of a task, the
 context c, an encoder infers a belief over a latent z; SAC's actor and critics learn all tasks, given z.
 
     belief   q(z | c) ~ prod_n N(z; mean(c_n), var(c_n)),   c_n = (s, a, r[, s']);   N(0, 1) if c is empty
@@ -6,20 +6,18 @@ context c, an encoder infers a belief over a latent z; SAC's actor and critics l
     critics  L = sum_i E[(Q_i(s, a, z) - y)^2] + kl_lambda KL(q(z | c) || N(0, 1)),   z ~ q(z | c)
     actor    L = E[alpha log pi(a | s, z) - min_i Q_i(s, a, z)],   a = tanh(mean + std noise)
 
-The loss of the critics also trains the encoder, and nothing else does. In a new task z is sampled from the
-prior, held for an episode, and sampled anew from q(z | c) given everything seen in this task so far.
+The loss of the critics is also that of the encoder, which learns from nothing else. In a new task z is drawn
+from the prior, held for an episode, and drawn anew from q(z | c) given everything seen in this task.
 
 Differences from the paper:
  1. Target critics and a learned temperature, as in sac.py; the paper's SAC has V, its target and a fixed one.
  2. Tasks are collected in rounds of num_envs tasks at once, those with the least data first; the paper takes
-    one after the other, at random. The first actions are random, as in sac.py; on request a share of the
-    tasks keeps acting at random.
- 3. The KL is a mean over the tasks of a meta-batch, as the losses of actor and critics are.
- 4. Encoder and critics take one step, with one learning rate unless encoder_lr is given.
+    one after the other, at random. The first actions are random, as in sac.py; on request those of a share
+    of the tasks always are.
+ 3. The KL is a mean over the tasks of a meta-batch, like the losses of actor and critics.
+ 4. The encoder has the learning rate of the critics unless told otherwise.
  5. A time limit is no termination: y bootstraps from the value of the true final observation.
- 6. On request z is sampled anew every hold_z steps, within an episode too.
- 7. The actor's and the encoder's hidden layers start orthogonal, with gain sqrt(2), the actor's output with
-    0.01; the critics and the encoder's output start as nn.Linear does.
+ 6. On request z is drawn anew every hold_z steps, within an episode too.
 
     python algos/pearl.py --env-id PointRobot-v0
 """
@@ -74,12 +72,12 @@ class Args:
     evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
     checkpoint_every: int = 50_000  # steps per environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 20  # adaptations of one evaluation, to the test tasks in turn
+    eval_episodes: Count = 20  # adapted episodes of one evaluation, of the test tasks in turn
     eval_max_steps: Count = 100_000  # steps after which an episode of an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations and of the test tasks
     sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
     log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film an adaptation after each evaluation
+    capture_video: bool = False  # film the first adaptation of each evaluation
     info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
     torch_threads: int = 1  # CPU threads of torch; 0: torch decides
     # environment
@@ -97,13 +95,13 @@ class Args:
     learning_starts: int = 2_000  # environment steps of random actions before the first update
     random_share: Share = 0.0  # share of the tasks of a round whose actions stay random after that
     random_hold: Count = 1  # steps for which a random action is kept, to explore by longer moves
-    steps_prior: Count = 100  # steps of a round with z of the prior; they become context
-    steps_posterior: Steps = 0  # steps with z of the belief so far; they become context, too
-    extra_steps_posterior: Steps = 100  # steps with z of the belief that are only replayed
+    steps_prior: Count = 100  # steps of a round with z from the prior; they become context
+    steps_posterior: Steps = 0  # steps with z from the belief so far; they become context, too
+    extra_steps_posterior: Steps = 100  # steps with z from the belief that are only for replay
     buffer_size: Count = 1_000_000  # transitions kept for replay, of all training tasks together
     meta_batch_size: Count = 16  # tasks in each update
     batch_size: Count = 256  # transitions of each of them
-    embedding_batch_size: Count = 64  # transitions of the context of each of them
+    embedding_batch_size: Count = 64  # transitions in the context of each of them
     updates_per_step: Rate = 1.0  # updates for each environment step, also a fraction or many
     learning_rate: Rate = 3e-4  # step size of the updates
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
@@ -118,17 +116,17 @@ class Args:
     auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
     target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
     latent_dim: Count = 5  # dimensions of z
-    hold_z: Steps = 0  # steps after which z is sampled anew; 0: it is held for an episode, as in the paper
-    information_bottleneck: bool = True  # z is sampled, and the KL keeps it small; else z is the mean output
+    hold_z: Steps = 0  # steps after which z is drawn anew; 0: it is held for an episode, as in the paper
+    information_bottleneck: bool = True  # z is drawn, and the KL keeps it small; else z is the mean output
     kl_lambda: Rate = 0.1  # weight of the KL
     next_obs_in_context: bool = False  # the context has s', for tasks that differ in their dynamics
     mean_reg: Rate = 1e-3  # weight of the squared means of the policy, before tanh
     log_std_reg: Rate = 1e-3  # weight of its squared log standard deviations
     pre_tanh_reg: Rate = 0.0  # weight of its squared samples, before tanh
-    reward_scale: float = 1.0  # rewards times this, for actor and critics only
     hidden_sizes: tuple[Count, ...] = (300, 300, 300)  # widths of the hidden layers of actor and critics
     encoder_sizes: tuple[Count, ...] = (200, 200, 200)  # widths of the hidden layers of the encoder
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
+    reward_scale: float = 1.0  # rewards times this, for actor and critics only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -177,11 +175,11 @@ def alpha_loss(log_alpha, entropy, target_entropy):
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
-    if args.learning_starts >= args.total_timesteps:
-        late = f"--learning-starts {args.learning_starts} is not before --total-timesteps"
-        raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
     if args.num_envs > args.num_train_tasks:
         raise UsageError(f"--num-envs {args.num_envs}: at most --num-train-tasks {args.num_train_tasks}")
+    if args.learning_starts > args.total_timesteps:
+        late = f"--learning-starts {args.learning_starts} is beyond --total-timesteps"
+        raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:  # playing needs no memory
         return Run(args, args.num_envs, agent=agent).evaluate()
@@ -197,7 +195,7 @@ def train(args: Args) -> np.ndarray:
     context_steps = args.steps_prior + args.steps_posterior
     round_steps = context_steps + args.extra_steps_posterior
     tasks = sample_tasks(args, args.num_train_tasks, np.random.default_rng(args.seed))
-    buffer = TaskBuffer(args, tasks, agent.obs_space, agent.action_space, context_steps, round_steps, device)
+    buffer = TaskBuffer(args, tasks, agent, context_steps, round_steps)
     target_entropy = -agent.action_space.shape[0] if args.target_entropy is None else args.target_entropy
 
     def update_critic(batch):
@@ -240,9 +238,8 @@ def train(args: Args) -> np.ndarray:
 
     learn_critic = CudaGraph(update_critic) if graph else update_critic
     learn_actor = CudaGraph(update_actor) if graph else update_actor
-    parts = dict(agent=agent, buffer=buffer)
-    parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
-    parts["alpha_optimizer"] = alpha_optimizer
+    parts = dict(agent=agent, buffer=buffer, actor_optimizer=actor_optimizer)
+    parts |= dict(critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer)
     with Run(args, args.num_envs * round_steps, **parts) as run:
         if not args.auto_alpha:  # also where the resumed run had another one
             nn.init.constant_(agent.log_alpha, math.log(args.alpha))
@@ -255,21 +252,22 @@ def train(args: Args) -> np.ndarray:
                     for group in optimizer.param_groups:
                         group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-            # Collect a round in other tasks: z is of the prior first, then of what this round has shown
+            # Collect a round of other tasks: z from the prior, then given what the round has shown of each
             chosen = buffer.least_known(args.num_envs)
             set_tasks(envs, buffer.tasks[chosen])
             obs, info = envs.reset()
             run.running[:] = 0  # episodes in progress were cut
             share = args.random_share if run.env_steps >= args.learning_starts else 1.0
             explores = np.random.random(args.num_envs) < share
-            steps, z, done = [], torch.zeros((), device=device), np.ones(args.num_envs, dtype=bool)
+            steps, z = [], torch.zeros((), device=device)
+            done = np.ones(args.num_envs, dtype=bool)
             for t in range(round_steps):
                 # Act and step. z is held for an episode, but not beyond the steps of the prior
-                needs_z = done | (t == args.steps_prior or args.hold_z > 0 and t % args.hold_z == 0)
-                if needs_z.any():
+                redraws = done | (t == args.steps_prior or args.hold_z > 0 and t % args.hold_z == 0)
+                if redraws.any():
                     seen = steps[:context_steps] if t >= args.steps_prior else []
                     new_z = draw(*agent.belief_after(seen, args.num_envs))
-                    z = torch.where(to_tensor(needs_z, device)[:, None] > 0, new_z, z)
+                    z = torch.where(to_tensor(redraws, device)[:, None] > 0, new_z, z)
                 if t % args.random_hold == 0:
                     random_action = envs.action_space.sample()
                 action = agent.act(obs, info | {"z": z}, greedy=False)
@@ -281,8 +279,6 @@ def train(args: Args) -> np.ndarray:
                 step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, terminated=terminated)
                 steps.append(step)
                 obs, info = reset_done(envs, next_obs, next_info, done)
-
-            # Store
             buffer.add(chosen, steps, agent.context(steps[:context_steps]))
 
             # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
@@ -397,14 +393,14 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try maml.py")
+            raise UsageError(f"{args.env_id} has {action_space} actions, PEARL needs a bounded Box")
         if obs_space.images:
-            text = "a context is many observations, so turn images into a few numbers"
+            text = "a context of many transitions needs small ones, so turn images into a few numbers"
             raise UsageError(f"{args.env_id} shows images: {text}")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
-        self.latent_dim, self.hold_z = args.latent_dim, args.hold_z
-        self.bottleneck, self.next_obs_in_context = args.information_bottleneck, args.next_obs_in_context
-        (obs,), (action,) = obs_space.shape, action_space.shape
+        self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
+        self.next_obs = args.next_obs_in_context
+        obs, action = obs_space.shape[0], action_space.shape[0]
         self.encoder = Encoder(obs + action + 1 + obs * args.next_obs_in_context, args)
         self.actor = Actor(obs + args.latent_dim, action, args)
         self.critic = Critic(obs + action + args.latent_dim, args)
@@ -427,7 +423,7 @@ class Agent(nn.Module):
 
     def context(self, steps):
         """Contexts (num_envs, N, W) of N steps of all environments, each a dict of what happened."""
-        names = ["obs", "action", "reward"] + ["next_obs"] * self.next_obs_in_context
+        names = ["obs", "action", "reward"] + ["next_obs"] * self.next_obs
         parts = (np.stack([step[name] for step in steps], axis=1) for name in names)
         parts = [x.reshape(*x.shape[:2], -1) for x in parts]
         return to_tensor(np.concatenate(parts, axis=-1, dtype=np.float32), self.device)
@@ -445,24 +441,23 @@ class Agent(nn.Module):
         return self.belief(self.context(steps), to_tensor(known, self.device))
 
     def policy(self, obs, z):
-        """Sampled actions (B, A), log_prob (B,) and, to regularize, mean, log_std and sample before tanh."""
+        """Sampled actions (B, A), their log_prob (B,); to regularize: mean, log_std, sample before tanh."""
         mean, log_std = self.actor(obs, z)
         noise = torch.randn_like(mean)
         return *squashed_gaussian(mean, log_std, noise), (mean, log_std, mean + log_std.exp() * noise)
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, A) of a vector environment, given z in info["z"] (num_envs, Z).
+        """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density.
 
-        Where info has none it is of the belief after info["steps"], its mean or a sample, and kept in info.
+        z is info["z"] (num_envs, Z), or the mean of the belief after info["steps"], those of the task so far:
+        a list of dict(obs=..., action=..., reward=..., next_obs=...) of all environments.
         """
-        if "z" not in info:
-            mean, var = self.belief_after(info.get("steps", []), len(obs))
-            info["z"] = mean if greedy else draw(mean, var)
-        mean, log_std = self.actor(to_tensor(obs, self.device), info["z"])
+        z = info["z"] if "z" in info else self.belief_after(info.get("steps", []), len(obs))[0]
+        mean, log_std = self.actor(to_tensor(obs, self.device), z)
         u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
-        info["obs"], info["action"] = obs, u.tanh().cpu().numpy()
-        return info["action"]
+        info["last"] = dict(obs=obs, action=u.tanh().cpu().numpy())
+        return info["last"]["action"].copy()
 
 
 def draw(mean, var):
@@ -470,78 +465,12 @@ def draw(mean, var):
     return mean + var.sqrt() * torch.randn_like(mean)
 
 
-# ------------------------------------------------------------------------------------------- replay memory
-class TaskBuffer:
-    """The training tasks; for each its last transitions, in a ring, and the context of its last round."""
+# ------------------------------------------------------------------------------------------------ meta-test
+def play_test_tasks(args, agent, envs, stopped):
+    """Plays adaptation_episodes + 1 episodes of a test task in each environment, by the belief so far.
 
-    def __init__(self, args, tasks, obs_space, action_space, context_steps, round_steps, device):
-        self.tasks, self.device = tasks, device
-        self.size = max(args.buffer_size // len(tasks), round_steps)  # rows of a task
-        self.added = np.zeros(len(tasks), dtype=np.int64)  # steps of each task so far
-        (obs,), (action,), count = obs_space.shape, action_space.shape, len(tasks) * self.size
-        needed, free = 4 * count * (2 * obs + action + 2), free_memory(device)
-        text = f"{count:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
-        if needed > free:
-            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
-        say(f"a replay buffer of {text}")
-        empty = lambda *shape: torch.zeros(*shape, device=device)
-        self.data = dict(
-            obs=empty(count, obs), action=empty(count, action), reward=empty(count),
-            next_obs=empty(count, obs), terminated=empty(count),
-        )  # fmt: skip
-        self.context = empty(len(tasks), context_steps, obs * (1 + args.next_obs_in_context) + action + 1)
-
-    def least_known(self, n: int) -> np.ndarray:
-        """n tasks with the fewest steps so far; chance decides between equals."""
-        return np.lexsort((np.random.random(len(self.tasks)), self.added))[:n]
-
-    def add(self, tasks, steps, context) -> None:
-        """A round: steps of all tasks side by side. Their context becomes that of the round."""
-        row = tasks[None] * self.size + (self.added[tasks] + np.arange(len(steps))[:, None]) % self.size
-        row = to_tensor(row, self.device)
-        for name, x in self.data.items():
-            x[row] = to_tensor(np.stack([step[name] for step in steps]), self.device).to(x.dtype)
-        self.context[to_tensor(tasks, self.device)] = context
-        self.added[tasks] += len(steps)
-
-    def sample(self, num_tasks, batch_size, embedding_batch_size) -> dict[str, torch.Tensor]:
-        """Transitions (T * B, ...) of T tasks, B of each side by side, and contexts (T, N, W) of them."""
-        seen = self.added.nonzero()[0]
-        tasks = np.random.choice(seen, num_tasks, replace=len(seen) < num_tasks)
-        filled = to_tensor(self.added[tasks].clip(max=self.size), self.device)
-        tasks = to_tensor(tasks, self.device)
-        share = torch.rand(num_tasks, batch_size, dtype=torch.float64, device=self.device)
-        row = (tasks[:, None] * self.size + (share * filled[:, None]).long()).flatten()
-        batch = {name: x.index_select(0, row) for name, x in self.data.items()}
-        shape = num_tasks, embedding_batch_size
-        at = torch.randint(self.context.shape[1], shape, device=self.device)
-        return batch | dict(context=self.context[tasks[:, None], at])
-
-    def state_dict(self) -> dict:
-        """The rows in use. Of a slice of a tensor torch would save the whole, so NumPy slices it."""
-        n, longest = len(self.tasks), min(self.added.max(), self.size)
-        rows = {name: x.view(n, self.size, *x.shape[1:])[:, :longest] for name, x in self.data.items()}
-        rows = {name: x.cpu().numpy() for name, x in (rows | dict(context=self.context)).items()}
-        rows |= dict(tasks=self.tasks, added=self.added)
-        return {name: torch.from_numpy(x.copy()) for name, x in rows.items()} | dict(size=self.size)
-
-    def load_state_dict(self, state: dict) -> None:
-        if state["size"] != self.size or state["context"].shape != self.context.shape:
-            options = "--buffer-size and the numbers of tasks and steps"
-            raise ValueError(f"its replay buffer has another shape: keep {options}")
-        self.tasks, self.added = state["tasks"].numpy().copy(), state["added"].numpy().copy()
-        self.context.copy_(state["context"])
-        for name, x in self.data.items():
-            rows = x.view(len(self.tasks), self.size, *x.shape[1:])
-            rows[:, : state[name].shape[1]] = state[name]
-
-
-# ---------------------------------------------------------------------------------------------- adaptation
-def play_adaptation(args, agent, envs, stopped=lambda: False):
-    """Plays adaptation_episodes + 1 episodes in each environment, in the test tasks in turn. z is sampled
-    from the belief after all steps of the task so far, and held as in training.
-
-    Yields (episode, t, step, info of that step); step["known"] tells which environments still play.
+    Yields for each step the number of the episode, t, which environments still play it, and their rewards,
+    terminations and info.
     """
     n, steps = envs.num_envs, []
     tasks = sample_tasks(args, args.num_test_tasks, np.random.default_rng(args.eval_seed))
@@ -556,12 +485,110 @@ def play_adaptation(args, agent, envs, stopped=lambda: False):
             action = agent.act(obs, info | {"z": z}, greedy=not args.sample_actions)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
             check_step(next_obs, reward, t)
-            step = dict(obs=obs, action=action, reward=reward, next_obs=next_obs, known=playing)
-            steps.append(step)
-            yield episode, t, step | dict(terminated=terminated), next_info
+            steps.append(dict(obs=obs, action=action, reward=reward, next_obs=next_obs, known=playing))
+            yield episode, t, playing, reward, terminated, next_info
             playing = playing & ~(terminated | truncated)
             obs, info = reset_done(envs, next_obs, next_info, terminated | truncated)
             t += 1
+
+
+# ---------------------------------------------------------------------------------------------------- tasks
+POINTS = {  # families in the plane: starts and goals lie in squares from -x to x, the third is sparse
+    "PointNavigation-v0": dict(start=0.0, goal=0.5),
+    "PointRobot-v0": dict(start=1.0, goal=1.0),
+    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # its goals: on the half circle of radius 1
+}
+CHEETAHS = ("HalfCheetahDir-v0", "HalfCheetahVel-v0")
+
+
+class PointTasks(gym.vector.VectorEnv):
+    """Points that step at most 0.1 along each axis, each towards a goal that it does not see, its task.
+
+    Reward: minus the distance to the goal; sparse: 1 - distance within 0.2 of it, else 0.
+    """
+
+    metadata = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED, "render_fps": 10}
+
+    def __init__(self, args, tasks, render_mode=None):
+        self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
+        self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
+        self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
+        point = make_env(args)
+        self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
+        self.observation_space = batch_space(point.observation_space, self.num_envs)
+        self.action_space = batch_space(point.action_space, self.num_envs)
+        self.position, self.t = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, int)
+
+    def set_attr(self, name, values):
+        setattr(self, name, np.stack(values))
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        again = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
+        self.position[again] = self.np_random.uniform(-self.start, self.start, (again.sum(), 2))
+        self.t[again] = 0
+        if again[0]:
+            self.path = [self.position[0].copy()]
+        return self.position.copy(), {}
+
+    def step(self, actions):
+        self.position += 0.1 * np.clip(actions, -1, 1)
+        self.t += 1
+        self.path.append(self.position[0].copy())
+        distance = np.linalg.norm(self.position - self.task, axis=1)
+        reward = np.where(distance <= 0.2, 1 - distance, 0.0) if self.sparse else -distance
+        return self.position.copy(), reward, np.zeros(self.num_envs, bool), self.t >= self.horizon, {}
+
+    def render(self):
+        """The path of the first point in black, its goal in red, on [-1.5, 1.5]^2."""
+        frame, pixel = np.full((300, 300, 3), 255, np.uint8), lambda x: np.int32([150, 150] + x * [100, -100])
+        cv2.circle(frame, pixel(self.task[0]).tolist(), 5, (255, 0, 0), -1)
+        return cv2.polylines(frame, [pixel(np.stack(self.path))], False, (0, 0, 0), 2)
+
+
+class CheetahTask(gym.Wrapper):
+    """A HalfCheetah paid for running in a direction, or at a velocity; its task is 1 or -1, or in [0, 3]."""
+
+    def __init__(self, env, by_direction):
+        super().__init__(env)
+        self.by_direction, self.task = by_direction, 1.0
+
+    def set_task(self, task):
+        self.task = float(task[0])
+
+    def step(self, action):
+        obs, _, terminated, truncated, info = self.env.step(action)
+        velocity = info["x_velocity"]
+        reward = self.task * velocity if self.by_direction else -abs(velocity - self.task)
+        return obs, reward + info["reward_ctrl"], terminated, truncated, info
+
+
+class TaskSetter(gym.Wrapper):
+    """Lets a vector set the task of each of its environments, as the attribute task."""
+
+    task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
+
+
+def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
+    """n tasks (n, task_dim) of the family args.env_id, float32."""
+    if args.env_id == "SparsePointRobot-v0":
+        angle = rng.uniform(0, math.pi, n)
+        return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    if args.env_id in POINTS:
+        side = POINTS[args.env_id]["goal"]
+        return rng.uniform(-side, side, (n, 2)).astype(np.float32)
+    if args.env_id == "HalfCheetahDir-v0":  # as many forwards as backwards
+        return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
+    if args.env_id == "HalfCheetahVel-v0":
+        return rng.uniform(0, 3, (n, 1)).astype(np.float32)
+    with contextlib.closing(make_env(args)) as env:
+        sample_task = env.get_wrapper_attr("sample_task")
+        return np.stack([np.float32(sample_task(rng)).reshape(-1) for _ in range(n)])
+
+
+def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
+    """Gives each task an equal share of the environments, in their order, from the next reset on."""
+    envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
 
 
 # Points: own trials. HalfCheetah: tasks, horizon and embedding batch (of Vel) of the authors' code
@@ -844,105 +871,6 @@ class StandardEnv(gym.Wrapper):
         return obs, reward, terminated, truncated, info
 
 
-# --- tasks
-POINTS = {  # families in the plane: starts and goals lie in squares from -x to x, the third is sparse
-    "PointNavigation-v0": dict(start=0.0, goal=0.5),
-    "PointRobot-v0": dict(start=1.0, goal=1.0),
-    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # its goals: on the half circle of radius 1
-}
-CHEETAHS = ("HalfCheetahDir-v0", "HalfCheetahVel-v0")
-
-
-class PointTasks(gym.vector.VectorEnv):
-    """Points that step at most 0.1 along each axis, each towards a goal that it does not see, its task.
-
-    Reward: minus the distance to the goal; sparse: 1 - distance within 0.2 of it, else 0.
-    """
-
-    metadata = {"autoreset_mode": gym.vector.AutoresetMode.DISABLED, "render_fps": 10}
-
-    def __init__(self, args, tasks, render_mode=None):
-        self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
-        self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
-        self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
-        point = make_env(args)
-        self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
-        self.observation_space = batch_space(point.observation_space, self.num_envs)
-        self.action_space = batch_space(point.action_space, self.num_envs)
-        self.position, self.t = np.zeros((self.num_envs, 2), np.float32), np.zeros(self.num_envs, int)
-
-    def set_attr(self, name, values):
-        setattr(self, name, np.stack(values))
-
-    def reset(self, *, seed=None, options=None):
-        super().reset(seed=seed)
-        again = (options or {}).get("reset_mask", np.ones(self.num_envs, bool))
-        self.position[again] = self.np_random.uniform(-self.start, self.start, (again.sum(), 2))
-        self.t[again] = 0
-        if again[0]:
-            self.path = [self.position[0].copy()]
-        return self.position.copy(), {}
-
-    def step(self, actions):
-        self.position += 0.1 * np.clip(actions, -1, 1)
-        self.t += 1
-        self.path.append(self.position[0].copy())
-        distance = np.linalg.norm(self.position - self.task, axis=1)
-        reward = np.where(distance <= 0.2, 1 - distance, 0.0) if self.sparse else -distance
-        return self.position.copy(), reward, np.zeros(self.num_envs, bool), self.t >= self.horizon, {}
-
-    def render(self):
-        """The path of the first point in black, its goal in red, on [-1.5, 1.5]^2."""
-        frame, pixel = np.full((300, 300, 3), 255, np.uint8), lambda x: np.int32([150, 150] + x * [100, -100])
-        cv2.circle(frame, pixel(self.task[0]).tolist(), 5, (255, 0, 0), -1)
-        return cv2.polylines(frame, [pixel(np.stack(self.path))], False, (0, 0, 0), 2)
-
-
-class CheetahTask(gym.Wrapper):
-    """A HalfCheetah paid for running in a direction, or at a velocity; its task is 1 or -1, or in [0, 3]."""
-
-    def __init__(self, env, by_direction):
-        super().__init__(env)
-        self.by_direction, self.task = by_direction, 1.0
-
-    def set_task(self, task):
-        self.task = float(task[0])
-
-    def step(self, action):
-        obs, _, terminated, truncated, info = self.env.step(action)
-        velocity = info["x_velocity"]
-        reward = self.task * velocity if self.by_direction else -abs(velocity - self.task)
-        return obs, reward + info["reward_ctrl"], terminated, truncated, info
-
-
-class TaskSetter(gym.Wrapper):
-    """Lets a vector set the task of each of its environments, as the attribute task."""
-
-    task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
-
-
-def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
-    """n tasks (n, task_dim) of the family args.env_id, float32."""
-    if args.env_id == "SparsePointRobot-v0":
-        angle = rng.uniform(0, math.pi, n)
-        return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
-    if args.env_id in POINTS:
-        side = POINTS[args.env_id]["goal"]
-        return rng.uniform(-side, side, (n, 2)).astype(np.float32)
-    if args.env_id == "HalfCheetahDir-v0":  # as many forwards as backwards
-        return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
-    if args.env_id == "HalfCheetahVel-v0":
-        return rng.uniform(0, 3, (n, 1)).astype(np.float32)
-    with contextlib.closing(make_env(args)) as env:
-        sample_task = env.get_wrapper_attr("sample_task")
-        return np.stack([np.float32(sample_task(rng)).reshape(-1) for _ in range(n)])
-
-
-def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
-    """Gives each task an equal share of the environments, in their order, from the next reset on."""
-    envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
-
-
 # --- environments
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
     """An environment of a family of tasks. One of a point has only spaces: make_envs moves all points."""
@@ -1040,6 +968,74 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- replay memory
+class TaskBuffer:
+    """The training tasks; for each its last transitions, in a ring, and the context of its last round."""
+
+    def __init__(self, args, tasks, agent, context_steps, round_steps):
+        self.tasks, self.device = tasks, agent.device
+        self.size = max(args.buffer_size // len(tasks), round_steps)  # transitions of a task
+        self.added = np.zeros(len(tasks), dtype=np.int64)  # steps of each task so far
+        obs, action = agent.obs_space.shape[0], agent.action_space.shape[0]
+        count, width = len(tasks) * self.size, obs * (1 + args.next_obs_in_context) + action + 1
+        needed = 4 * (count * (2 * obs + action + 2) + len(tasks) * context_steps * width)
+        free = free_memory(self.device)
+        text = f"{count:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {self.device}"
+        if needed > free:
+            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
+        say(f"a replay buffer of {text}")
+        zeros = lambda *shape: torch.zeros(*shape, device=self.device)
+        self.data = dict(
+            obs=zeros(count, obs), action=zeros(count, action), reward=zeros(count),
+            next_obs=zeros(count, obs), terminated=zeros(count),
+        )  # fmt: skip
+        self.context = zeros(len(tasks), context_steps, width)
+
+    def least_known(self, n: int) -> np.ndarray:
+        """n tasks with the fewest steps so far; chance decides between equals."""
+        return np.lexsort((np.random.random(len(self.tasks)), self.added))[:n]
+
+    def add(self, tasks, steps, context) -> None:
+        """A round: steps of all tasks side by side. Their context becomes that of the round."""
+        index = tasks[None] * self.size + (self.added[tasks] + np.arange(len(steps))[:, None]) % self.size
+        index = to_tensor(index, self.device)
+        for name, x in self.data.items():
+            x[index] = to_tensor(np.stack([step[name] for step in steps]), self.device).to(x.dtype)
+        self.context[to_tensor(tasks, self.device)] = context
+        self.added[tasks] += len(steps)
+
+    def sample(self, num_tasks, batch_size, embedding_batch_size) -> dict[str, torch.Tensor]:
+        """Transitions (T * B, ...) of T tasks, B of each side by side, and contexts (T, N, W) of them."""
+        seen = self.added.nonzero()[0]
+        tasks = np.random.choice(seen, num_tasks, replace=len(seen) < num_tasks)
+        filled = to_tensor(self.added[tasks].clip(max=self.size), self.device)
+        tasks = to_tensor(tasks, self.device)
+        share = torch.rand(num_tasks, batch_size, dtype=torch.float64, device=self.device)
+        index = (tasks[:, None] * self.size + (share * filled[:, None]).long()).flatten()
+        batch = {name: x.index_select(0, index) for name, x in self.data.items()}
+        shape = num_tasks, embedding_batch_size
+        at = torch.randint(self.context.shape[1], shape, device=self.device)
+        return batch | dict(context=self.context[tasks[:, None], at])
+
+    def state_dict(self) -> dict:
+        """The rows in use. A tensor would be saved with all of its storage, so each is cut in NumPy."""
+        n, longest = len(self.tasks), min(self.added.max(), self.size)
+        rows = {name: x.view(n, self.size, *x.shape[1:])[:, :longest] for name, x in self.data.items()}
+        rows = {name: x.cpu().numpy() for name, x in (rows | dict(context=self.context)).items()}
+        rows |= dict(tasks=self.tasks, added=self.added)
+        return {name: torch.from_numpy(x.copy()) for name, x in rows.items()} | dict(size=self.size)
+
+    def load_state_dict(self, state: dict) -> None:
+        if state["size"] != self.size or state["context"].shape != self.context.shape:
+            what = "keep --buffer-size and the numbers of tasks and steps"
+            raise ValueError(f"its buffer has another shape: {what}")
+        self.tasks, self.added = state["tasks"].numpy().copy(), state["added"].numpy().copy()
+        self.context.copy_(state["context"])
+        for name, x in self.data.items():
+            rows = x.view(len(self.tasks), self.size, *x.shape[1:])
+            rows[:, : state[name].shape[1]] = state[name]
 
 
 # --- optimizer
@@ -1141,35 +1137,39 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 
 
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Adapts to test tasks, eval_episodes times side by side, and scores the last episode of each.
+    """Adapts in eval_episodes environments, of the test tasks in turn, and scores the episode after that.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns the return of each, the means of what is measured there (success only where info tells it), and
+    the mean return after each number of episodes.
     """
-    n, episodes = args.eval_episodes, args.adaptation_episodes + 1
-    totals = np.zeros((episodes, 4, n))  # return, discounted return, length, terminations
-    success = np.full((episodes, n), np.nan)
+    n, last = args.eval_episodes, args.adaptation_episodes
+    totals = np.zeros((last + 1, 4, n))  # return, discounted return, length, terminations
+    success = np.full(n, np.nan)
     with evaluation_envs(args, agent, n) as envs:
-        for k, t, step, info in play_adaptation(args, agent, envs, stopped):
-            playing, reward = step["known"], step["reward"]
-            totals[k] += playing * [reward, args.gamma**t * reward, np.ones(n), step["terminated"]]
-            for key in {"is_success", "success"} & info.keys():
+        for episode, t, playing, reward, terminated, info in play_test_tasks(args, agent, envs, stopped):
+            totals[episode] += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & info.keys() if episode == last else ():
                 told = playing & info[f"_{key}"]
-                success[k, told] = np.fmax(success[k], info[key])[told]
-    score = totals[-1]
+                success[told] = np.fmax(success, info[key])[told]
+    returns, score = totals[:, 0].mean(axis=1), totals[last]
+    if not stopped():
+        say(f"return after 0 to {last} episodes of a task: {'  '.join(f'{x:.1f}' for x in returns)}")
     metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
     names = "discounted_return_mean", "length_mean", "termination_rate"
     metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, score[1:], strict=True)}
-    if not np.isnan(success[-1]).all():
-        metrics["eval/success_rate"] = (success[-1] > 0).mean()
-    return score[0], metrics | {f"eval/return_after_{k}": x[0].mean() for k, x in enumerate(totals)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return score[0], metrics | {f"eval/return_after_{k}": x for k, x in enumerate(returns)}
 
 
 def film(args, agent, path: Path, stopped=lambda: False) -> None:
     """Films all episodes of an adaptation to the first test task."""
-    with evaluation_envs(args, agent, 1, render_mode="rgb_array") as envs:
-        with contextlib.closing(Film(args, envs, path)) as video:
-            for _ in play_adaptation(args, agent, envs, stopped):
-                video.add()
+    with (
+        evaluation_envs(args, agent, 1, render_mode="rgb_array") as envs,
+        contextlib.closing(Film(args, envs, path)) as video,
+    ):
+        for _ in play_test_tasks(args, agent, envs, stopped):
+            video.add()
 
 
 class Film:
@@ -1235,21 +1235,14 @@ class Policy:
 
     A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
     action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
-    Here that is z: add makes a step part of the context, and the next z is of the belief after it.
     """
 
     def __init__(self, agent, env):
         self.agent, self.env = agent.eval(), env
-        self.new_task()
-
-    def new_task(self) -> None:
-        """Forgets everything about the task."""
-        self.steps = []
         self.reset()
 
     def reset(self) -> None:
         self.info = {}  # what a policy keeps from step to step
-        self.info["steps"] = self.steps
 
     def __call__(self, obs, info=None, greedy=True):
         space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
@@ -1265,17 +1258,6 @@ class Policy:
         space = self.env.env.action_space
         return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
 
-    def add(self, reward, next_obs) -> None:
-        """Tells what the last action led to. From then on this step is part of the context."""
-        space, batched = self.env.env.observation_space, np.ndim(reward) > 0
-        following = list(iterate(batch_space(space, len(reward)), next_obs)) if batched else [next_obs]
-        next_obs = np.stack([self.env.observe(x, {}, over=True) for x in following])
-        step = dict(obs=self.info["obs"], action=self.info["action"], reward=np.atleast_1d(reward))
-        self.steps.append(step | dict(next_obs=next_obs))
-        self.info["t"] = self.info.get("t", 0) + 1
-        if self.agent.hold_z > 0 and self.info["t"] % self.agent.hold_z == 0:
-            del self.info["z"]
-
 
 def load_policy(path: str | Path) -> Policy:
     """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
@@ -1288,6 +1270,16 @@ def load_policy(path: str | Path) -> Policy:
     games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
     games.observation_space, games.action_space = agent.obs_space, agent.action_space
     return Policy(agent, StandardEnv(games, args))
+
+
+def tell(policy: Policy, reward: float, next_obs) -> None:
+    """What the last action of a policy of load_policy led to: it acts by the belief after all these steps.
+
+    It learns a task in this way, over several episodes; reset() makes it forget the task.
+    """
+    next_obs = policy.env.observe(next_obs, {}, over=True)[None]
+    step = policy.info["last"] | dict(reward=np.array([reward]), next_obs=next_obs)
+    policy.info.setdefault("steps", []).append(step)
 
 
 # --- the run
@@ -1339,7 +1331,8 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
-        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
+        at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
@@ -1357,6 +1350,8 @@ class Run:
             if error and code:
                 say(f"the process of environment {i} ended with exit code {code}")
         go_on = self.command("--resume", str(self.folder))
+        if at_once:
+            raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
             say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
         elif not error and self.signal:

@@ -269,7 +269,8 @@ class Agent(nn.Module):
         self.obs_space, self.action_space = obs_space, action_space
         self.epsilon = args.epsilon_min  # training sets it anew for each step
         # obs_space has vectors of all observations; the grid has to know what they were
-        self.grid = Grid(gym.make(args.env_id, **args.env_kwargs).observation_space, args)
+        with contextlib.closing(gym.make(args.env_id, **args.env_kwargs)) as env:
+            self.grid = Grid(env.observation_space, args)
         shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
         self.register_buffer("q_values", torch.full(shape, float(args.initial_value), dtype=torch.float64))
 
@@ -882,7 +883,8 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
-        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
+        at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
@@ -900,6 +902,8 @@ class Run:
             if error and code:
                 say(f"the process of environment {i} ended with exit code {code}")
         go_on = self.command("--resume", str(self.folder))
+        if at_once:
+            raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
             say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
         elif not error and self.signal:

@@ -1184,7 +1184,8 @@ class Run:
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
-        at_once = kind is KeyboardInterrupt and self.signal  # a second Ctrl-C
+        first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
+        at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
@@ -1202,6 +1203,8 @@ class Run:
             if error and code:
                 say(f"the process of environment {i} ended with exit code {code}")
         go_on = self.command("--resume", str(self.folder))
+        if at_once:
+            raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
             say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
         elif not error and self.signal:

@@ -17,9 +17,9 @@ from pathlib import Path
 ALGOS = Path(__file__).parents[1] / "algos"
 EXEMPT = "Args TUNED Actor Critic ActorCritic Agent Policy QNetwork train".split()  # these differ on purpose
 OWN = {
-    "maml.py": {"evaluate", "make_envs"},
-    "pearl.py": {"evaluate", "make_envs"},
-}  # Run and load_policy call these
+    "maml.py": {"evaluate", "film", "make_env", "make_envs"},
+    "pearl.py": {"evaluate", "film", "make_env", "make_envs"},
+}  # of tasks; Run and load_policy call these
 ADDS = {"ppo_lstm.py": {"reset_done"}}  # these have lines of their own beside all those of the common text
 
 
