@@ -399,7 +399,7 @@ class Agent(nn.Module):
             raise UsageError(f"{args.env_id} shows images: {text}")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
-        self.next_obs = args.next_obs_in_context
+        self.next_obs, self.hold_z = args.next_obs_in_context, args.hold_z
         obs, action = obs_space.shape[0], action_space.shape[0]
         self.encoder = Encoder(obs + action + 1 + obs * args.next_obs_in_context, args)
         self.actor = Actor(obs + args.latent_dim, action, args)
@@ -451,9 +451,13 @@ class Agent(nn.Module):
         """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density.
 
         z is info["z"] (num_envs, Z), or the mean of the belief after info["steps"], those of the task so far:
-        a list of dict(obs=..., action=..., reward=..., next_obs=...) of all environments.
+        a list of dict(obs=..., action=..., reward=..., next_obs=...) of all environments. With neither of
+        them z is drawn from the prior, and stays in info.
         """
-        z = info["z"] if "z" in info else self.belief_after(info.get("steps", []), len(obs))[0]
+        if "steps" in info and "z" not in info:
+            z = self.belief_after(info["steps"], len(obs))[0]
+        else:
+            z = info["z"] = info["z"] if "z" in info else draw(*self.belief_after([], len(obs)))
         mean, log_std = self.actor(to_tensor(obs, self.device), z)
         u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
         info["last"] = dict(obs=obs, action=u.tanh().cpu().numpy())
@@ -1272,14 +1276,19 @@ def load_policy(path: str | Path) -> Policy:
     return Policy(agent, StandardEnv(games, args))
 
 
-def tell(policy: Policy, reward: float, next_obs) -> None:
-    """What the last action of a policy of load_policy led to: it acts by the belief after all these steps.
+def tell(policy: Policy, reward: float, next_obs, done: bool) -> None:
+    """Tells a policy of load_policy what its last action led to, so that it adapts to the task.
 
-    It learns a task in this way, over several episodes; reset() makes it forget the task.
+    As in an evaluation z is held for an episode, and then drawn from the belief after all that was told.
+    reset() forgets the task.
     """
+    info, agent = policy.info, policy.agent
     next_obs = policy.env.observe(next_obs, {}, over=True)[None]
-    step = policy.info["last"] | dict(reward=np.array([reward]), next_obs=next_obs)
-    policy.info.setdefault("steps", []).append(step)
+    step = info.pop("last") | dict(reward=np.array([reward]), next_obs=next_obs)
+    info.setdefault("steps", []).append(step)
+    info["t"] = 0 if done else info.get("t", 0) + 1  # of the episode
+    if done or agent.hold_z > 0 and info["t"] % agent.hold_z == 0:
+        info["z"] = draw(*agent.belief_after(info["steps"], 1))
 
 
 # --- the run

@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
     parser.add_argument("--task", type=int, default=0, help="which held-out task the upper row shows")
     options, pearl = parser.parse_args(), load_script("pearl")
-    args, agent = pearl.Args(**pearl.load(options.run)["args"]), pearl.load_policy(options.run).__self__
+    args, agent = pearl.Args(**pearl.load(options.run)["args"]), pearl.load_policy(options.run).agent
     torch.manual_seed(args.eval_seed)
     tasks = pearl.sample_tasks(args, TASKS, np.random.default_rng(args.eval_seed))
     shown, steps, beliefs = options.task % TASKS, [], []

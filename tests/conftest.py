@@ -48,6 +48,7 @@ def load_policy(path):
     space, agent = standard_spaces(Args(**load(path)["args"]))[1], nn.Identity()
 
     def act(obs, info):
+        obs = obs.reshape(len(obs), -1)
         action = 3.0 * np.sign(-obs[:, :1]) if isinstance(space, Box) else (obs[:, 0] < 0).astype(int)
         return np.broadcast_to(action.reshape(len(obs), *[1] * len(space.shape)), (len(obs), *space.shape))
 
@@ -264,14 +265,15 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def play(policy, args, episodes: int | None = None, greedy=True) -> list[float]:
-    """The returns of a policy of load_policy in the environment itself, with the seeds of an evaluation."""
+def play(policy, args, episodes: int | None = None, greedy=True, stride=1) -> list[float]:
+    """The returns of a policy of load_policy in the environment itself, with the seeds of an evaluation,
+    or of each stride-th of its environments."""
     env, returns = gym.make(args.env_id, **args.env_kwargs), []
     for i in range(episodes or args.eval_episodes):
-        obs, info = env.reset(seed=args.eval_seed + i)
+        obs, info = env.reset(seed=args.eval_seed + stride * i)
         policy.reset()
         returns.append(0.0)
-        for _ in range(args.eval_max_steps):
+        for _ in range(getattr(args, "eval_max_steps", 100_000)):
             action = policy(obs, info, greedy=greedy)
             assert env.action_space.contains(action), f"{action!r} is not in {env.action_space}"
             obs, reward, terminated, truncated, info = env.step(action)
@@ -301,15 +303,16 @@ def script_of(recipe: str) -> str:
 
 @pytest.fixture
 def cook(tmp_path):
-    """cook(recipe) -> the script as a module, patched in a folder of its own."""
+    """cook(*recipes) -> the script as a module, patched in a folder of its own."""
 
-    def patched(recipe):
-        script = script_of(recipe)
+    def patched(*recipes):
+        script, recipe = script_of(recipes[0]), "_and_".join(recipes)
         (tmp_path / "algos").mkdir(exist_ok=True)
         shutil.copy(ALGOS / f"{script}.py", tmp_path / "algos")
-        patch = ["git", "apply", str(ROOT / "recipes" / f"{recipe}.patch")]
         subprocess.run(["git", "init", "-q", "."], cwd=tmp_path, check=True)
-        subprocess.run(patch, cwd=tmp_path, check=True)
+        for name in recipes:
+            patch = ["git", "apply", str(ROOT / "recipes" / f"{name}.patch")]
+            subprocess.run(patch, cwd=tmp_path, check=True)
         path = tmp_path / "algos" / f"{script}.py"
         spec = importlib.util.spec_from_file_location(recipe, path)
         sys.modules[recipe] = module = importlib.util.module_from_spec(spec)
@@ -394,7 +397,7 @@ def empty_folder(tmp_path, monkeypatch):
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGPIPE)}
     path = list(sys.path)
     probe_envs.forget(), odd_envs.forget()
     yield folder

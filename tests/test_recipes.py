@@ -10,7 +10,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, batches, load_script, script_of
+from conftest import ROOT, load_script, script_of
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 from torch.distributions import Categorical
 from torch.nn import functional as F
@@ -34,6 +34,17 @@ def wandb(monkeypatch):
     return calls
 
 
+@pytest.fixture
+def fresh(monkeypatch):
+    """fresh(name) -> the script as a module of its own, that a test may change; for options of scripts."""
+
+    def load(name):
+        monkeypatch.setitem(sys.modules, name, load_script(name))
+        return load_script.__wrapped__(name)
+
+    return load
+
+
 def runs(module, folder, env_id="Pendulum-v1", **changes):
     small = {name: x for name, x in SMALL.items() if hasattr(module.Args, name)}
     args = module.make_args(env_id, **{**small, "run_dir": str(folder), **changes})
@@ -49,6 +60,16 @@ def test_applies_and_trains(cook, tmp_path, recipe, env_id):
     runs(cook(recipe), tmp_path / "run", env_id)
 
 
+PAIRS = [
+    (one, other) for one in PATCHES for other in PATCHES if one < other and script_of(one) == script_of(other)
+]
+
+
+@pytest.mark.parametrize("one, other", PAIRS, ids=[f"{one}-{other}" for one, other in PAIRS])
+def test_any_two_recipes_for_one_script_apply_together_and_train(cook, tmp_path, one, other):
+    runs(cook(one, other), tmp_path / "run", "CartPole-v1")
+
+
 def test_reference_policy_pulls_and_pushes(cook, tmp_path):
     ppo = cook("ppo_reference_policy")
     old = runs(ppo, tmp_path / "old", num_steps=64)
@@ -56,7 +77,7 @@ def test_reference_policy_pulls_and_pushes(cook, tmp_path):
 
     def kl(run):
         agents = [ppo.load_policy(path).agent for path in (old, run)]
-        return ppo.policy_kl(*(agent.policy(agent.encode(probe)) for agent in agents)).item()
+        return agents[0].head.kl(*(agent.policy(probe) for agent in agents)).mean().item()
 
     long = dict(num_steps=64, total_timesteps=1024, reference_coef=10.0, seed=2)
     near = kl(runs(ppo, tmp_path / "near", attract_to=(str(old),), **long))
@@ -83,8 +104,8 @@ def test_n_step_advantage_is_the_sum_of_n_errors(cook):
             assert got[t, i] == pytest.approx(float(total), abs=1e-5)
 
 
-def test_clip_value_is_the_larger_of_two_errors(cook):
-    ppo = cook("ppo_clip_value")
+def test_clip_value_is_the_larger_of_two_errors(fresh):
+    ppo = fresh("ppo")
     value, old, return_ = torch.tensor([3.0, 0.1]), torch.tensor([1.0, 0.0]), torch.tensor([3.0, 1.0])
     near = 0.5 * torch.tensor([(1.2 - 3.0) ** 2, 0.9**2]).mean()
     assert torch.isclose(ppo.value_loss(value, old, return_, 0.2), near)
@@ -108,8 +129,8 @@ def test_noise_steps_repeats_the_noise(cook, tmp_path, monkeypatch):
     assert same[:15] == [(t + 1) % 4 != 0 for t in range(15)]
 
 
-def test_positive_advantage_leaves_none_below_zero(cook, tmp_path, monkeypatch):
-    vpg = cook("vpg_positive_advantage")
+def test_positive_advantage_leaves_none_below_zero(fresh, tmp_path, monkeypatch):
+    vpg = fresh("vpg")
     lowest = []
     loss = vpg.policy_loss
     watch = lambda log_prob, advantage: lowest.append(float(advantage.min())) or loss(log_prob, advantage)
@@ -118,11 +139,11 @@ def test_positive_advantage_leaves_none_below_zero(cook, tmp_path, monkeypatch):
     assert lowest and all(x == 0 for x in lowest)
 
 
-def test_softplus_entropy_hardly_pushes_a_narrow_policy(cook, tmp_path):
+def test_softplus_entropy_hardly_pushes_a_narrow_policy(tmp_path):
     # Where the entropy is far below 0 the derivative of its softplus is near 0.
     changes = dict(num_steps=64, total_timesteps=1024, log_std_init=-8.0, entropy_coef=1.0)
     changes |= dict(learning_rate=1e-2, normalize_reward=False)
-    run = runs(cook("ppo_softplus_entropy"), tmp_path / "recipe", **changes)
+    run = runs(load_script("ppo"), tmp_path / "softplus", entropy_method="softplus", **changes)
     plain = load_script("ppo")
     other = runs(plain, tmp_path / "plain", **changes)
     widths = [float(plain.load(path)["agent"]["head.log_std"]) for path in (run, other)]
@@ -131,6 +152,10 @@ def test_softplus_entropy_hardly_pushes_a_narrow_policy(cook, tmp_path):
 
 def test_a_window_shows_the_first_episode(cook, tmp_path, monkeypatch):
     ppo, shown = cook("ppo_render"), []
+    monkeypatch.delenv("DISPLAY", raising=False), monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    with pytest.raises(ppo.UsageError, match="--render"):
+        runs(ppo, tmp_path / "blind", "probe_envs:Boundary-v0", render=True)
+    monkeypatch.setenv("DISPLAY", ":1")
     monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
     monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
     runs(ppo, tmp_path / "run", "probe_envs:Boundary-v0", render=True, eval_episodes=3)
@@ -147,9 +172,9 @@ def test_wandb_follows_the_run(cook, tmp_path, wandb):
     assert start["sync_tensorboard"] and start["resume"] == "allow" and end == "finish"
 
 
-def test_masked_actions_are_never_taken(cook, tmp_path, monkeypatch):
+def test_masked_actions_are_never_taken(fresh, tmp_path, monkeypatch):
     """Masked raises at an illegal action. The update sees the masks of its rows: the first ratio is 1."""
-    ppo, ratios = cook("ppo_action_masks"), []
+    ppo, ratios = fresh("ppo"), []
     loss = ppo.clipped_policy_loss
     keep = lambda new, old, *rest: ratios.append((new - old).exp()) or loss(new, old, *rest)
     monkeypatch.setattr(ppo, "clipped_policy_loss", keep)
@@ -158,21 +183,27 @@ def test_masked_actions_are_never_taken(cook, tmp_path, monkeypatch):
     assert torch.allclose(ratios[0], torch.ones_like(ratios[0]), atol=1e-5) and ratios[1].std() > 0
 
 
-@pytest.mark.parametrize("at_reset", [True, False])
-def test_a_mask_that_is_given_only_sometimes_is_refused(cook, tmp_path, at_reset):
-    ppo = cook("ppo_action_masks")
+def test_a_mask_that_is_given_only_at_reset_is_refused(fresh, tmp_path):
+    ppo = fresh("ppo")
     with pytest.raises(ppo.UsageError, match="action_mask"):
-        runs(ppo, tmp_path / "run", "probe_envs:Sometimes-v0", env_kwargs={"at_reset": at_reset})
+        runs(ppo, tmp_path / "run", "probe_envs:Sometimes-v0", env_kwargs={"at_reset": True})
 
 
 @pytest.mark.parametrize("space", [Discrete(4), MultiDiscrete([2, 5, 3])])
-def test_a_masked_choice_is_torchs(cook, space):
-    ppo = cook("ppo_action_masks")
+def test_a_masked_choice_is_torchs(fresh, space):
+    ppo = fresh("ppo")
     torch.manual_seed(1)
     sizes = [space.n] if isinstance(space, Discrete) else space.nvec.tolist()
-    head, features, mask = ppo.CategoricalHead(5, space), 3 * torch.randn(6, 5), torch.ones(6, sum(sizes))
+    head, features, mask = (
+        ppo.CategoricalHead(5, space, True),
+        3 * torch.randn(6, 5),
+        torch.ones(6, sum(sizes)),
+    )
     mask[0, 0] = mask[1, 1] = mask[2, -1] = mask[3:, sum(sizes) - 2] = 0
-    pi, logits = head(features, mask.to(torch.int8)), head.logits(features).view(6, len(sizes), -1)
+    pi, logits = (
+        head(features, torch.cat([torch.randn(6, 2), mask], dim=1)),
+        head.logits(features).view(6, len(sizes), -1),
+    )
     truths = [
         Categorical(logits=logits[:, k, :size].masked_fill(legal == 0, -math.inf))
         for k, (size, legal) in enumerate(zip(sizes, mask.split(sizes, dim=1), strict=True))
@@ -190,9 +221,9 @@ def test_a_masked_choice_is_torchs(cook, space):
     (1.0, dict(clip_return=2.0, clip_positive_returns=True), -2, 0),
     (-1.0, dict(clip_positive_returns=True), -math.inf, 0),
 ])  # fmt: skip
-def test_targets_are_kept_within_their_bounds(cook, tmp_path, record, scale, changes, low, high):
+def test_targets_are_kept_within_their_bounds(fresh, tmp_path, record, scale, changes, low, high):
     """Pendulum's rewards are below 0."""
-    td3 = cook("ddpg_td3_clip_return")
+    td3 = fresh("ddpg_td3")
     targets, losses = record(td3, "clipped_double_q"), record(td3, "critic_loss")
     runs(td3, tmp_path / "run", reward_scale=scale, **changes)
     targets, learned = torch.stack([y for _, y in targets]), torch.stack([given[1] for given, _ in losses])
@@ -200,10 +231,10 @@ def test_targets_are_kept_within_their_bounds(cook, tmp_path, record, scale, cha
     assert torch.equal(learned, targets.clamp(low, high))
 
 
-def test_replayed_rewards_are_over_the_present_deviation_of_the_returns(cook, tmp_path, record):
+def test_replayed_rewards_are_over_the_present_deviation_of_the_returns(fresh, tmp_path, record, drawn):
     """Segments of 10 steps, so that returns begin anew also where no episode ends."""
-    td3 = cook("ddpg_td3_normalize_reward")
-    targets, drawn = record(td3, "clipped_double_q"), batches(td3, record)
+    td3 = fresh("ddpg_td3")
+    targets, batches = record(td3, "clipped_double_q"), drawn(td3)
     options = dict(normalize_reward=True, reward_scale=20.0, gamma=0.5, checkpoint_every=10)
     boundary = dict(env_id="probe_envs:Boundary-v0", env_kwargs={"actions": "box"})
     run = runs(td3, tmp_path / "run", **boundary, **options)
@@ -212,14 +243,16 @@ def test_replayed_rewards_are_over_the_present_deviation_of_the_returns(cook, tm
         if not evaluates:
             return_[number] = reward + 0.5 * (return_[number] if t > 1 else 0)
             returns.append(return_[number])
-    assert norm["count"] == 64 == len(returns) and norm["var"].item() == pytest.approx(np.var(returns))
-    reward = 20 * drawn[-1]["reward"] / norm["var"].sqrt()
+    assert norm["statistics.count"] == 64 == len(returns) and norm["statistics.var"].item() == pytest.approx(
+        np.var(returns)
+    )
+    reward = 20 * batches[-1]["reward"] / norm["statistics.var"].sqrt()
     assert reward.max() > 10 > reward.min()
     torch.testing.assert_close(targets[-1][0][0], reward.clamp(-10, 10), check_dtype=False)
 
 
-def test_weights_decay_as_asked_also_in_a_resumed_run(cook, tmp_path):
-    td3 = cook("ddpg_td3_weight_decay")
+def test_weights_decay_as_asked_also_in_a_resumed_run(fresh, tmp_path):
+    td3 = fresh("ddpg_td3")
     decay = lambda run: [td3.load(run)[f"{part}_optimizer"]["param_groups"][0]["weight_decay"]
                          for part in ("actor", "critic")]  # fmt: skip
     size = lambda run, part: sum(x.square().sum() for name, x in td3.load(run)["agent"].items()
@@ -234,10 +267,10 @@ def test_weights_decay_as_asked_also_in_a_resumed_run(cook, tmp_path):
     assert decay(critic) == [0.0, 0.5]
 
 
-def test_independent_noise_is_gaussian_and_apart_for_each_weight(cook, tmp_path):
-    dqn = cook("dqn_independent_noise")
+def test_independent_noise_is_gaussian_and_apart_for_each_weight(fresh, tmp_path):
+    dqn = fresh("dqn")
     torch.manual_seed(0)
-    layer, x = dqn.NoisyLinear(9, 6), torch.cat([torch.zeros(1, 9), torch.eye(9)])
+    layer, x = dqn.NoisyLinear(9, 6, True), torch.cat([torch.zeros(1, 9), torch.eye(9)])
     assert 0.9 * 3**-0.5 < layer.weight.abs().max() <= 3**-0.5 and layer.bias.abs().max() <= 3**-0.5
     sigma = torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item()
     assert sigma == pytest.approx(0.017)
@@ -248,28 +281,28 @@ def test_independent_noise_is_gaussian_and_apart_for_each_weight(cook, tmp_path)
     assert noise.pow(4).mean().item() == pytest.approx(3, rel=0.03)
     assert torch.linalg.matrix_rank(noise[0, :54].view(6, 9), rtol=1e-2) == 6
     torch.testing.assert_close(layer.eval()(torch.eye(9)), layer.weight.T + layer.bias)
-    runs(dqn, tmp_path / "run", "CartPole-v1", noisy=True)
+    runs(dqn, tmp_path / "run", "CartPole-v1", noisy=True, independent_noise=True)
 
 
-def test_mse_loss_is_half_the_weighted_mean_square(cook):
+def test_mse_loss_is_half_the_weighted_mean_square(fresh):
     error, weight = torch.tensor([3.0, -0.1, -8.0, 0.0]), torch.tensor([1.0, 0.5, 0.25, 1.0])
-    loss = cook("dqn_mse_loss").q_loss(error, weight)
+    loss = fresh("dqn").q_loss(error, weight, "mse")
     assert loss.item() == pytest.approx((9 + 0.5 * 0.01 + 0.25 * 64) / 2 / 4)
 
 
 @pytest.mark.parametrize("term", ["caps_temporal", "caps_spatial"])
-def test_caps_adds_the_distance_between_greedy_actions_to_the_loss(cook, tmp_path, record, term):
-    sac = cook("sac_caps")
+def test_caps_adds_the_distance_between_greedy_actions_to_the_loss(fresh, tmp_path, record, drawn, term):
+    sac = fresh("sac")
     sac.orthogonal = lambda layer, gain=0.0, plain=sac.orthogonal: plain(layer)  # means that tanh changes
     distances, values = record(sac, "caps_loss"), record(sac, "soft_value")
     actors, steps = record(sac.Actor, "forward"), record(sac, "gradient_step")
-    drawn = batches(sac, record)
+    batches = drawn(sac)
     changes = {term: 10.0, "caps_epsilon": 0.5, "learning_rate": 0.0, "normalize_obs": True}
-    agent = sac.load_policy(runs(sac, tmp_path / "run", batch_size=200, **changes)).__self__
+    agent = sac.load_policy(runs(sac, tmp_path / "run", batch_size=200, **changes)).agent
     (action, near_action), distance = distances[-1]
     loss = steps[-2][0][0]  # that of the temperature follows
     torch.testing.assert_close(loss, 10 * distance.detach() - values[-1][1].detach().mean())
-    obs, next_obs = (agent.obs_norm(drawn[-1][name]) for name in ("obs", "next_obs"))
+    obs, next_obs = (agent.obs_norm(batches[-1][name]) for name in ("obs", "next_obs"))
     near, seen = [given[1] for given, _ in actors if len(given[1]) == 200][-2:]
     greedy = lambda obs: agent.actor(obs)[0].tanh().detach()
     assert torch.equal(seen, obs) and torch.equal(near, next_obs) == (term == "caps_temporal")
@@ -280,8 +313,8 @@ def test_caps_adds_the_distance_between_greedy_actions_to_the_loss(cook, tmp_pat
     assert sac.caps_loss(one, other) == 2.5
 
 
-def test_caps_refuses_images(cook, tmp_path):
-    sac = cook("sac_caps")
+def test_caps_refuses_images(fresh, tmp_path):
+    sac = fresh("sac")
     with pytest.raises(sac.UsageError, match="--caps-spatial"):
         kwargs = dict(obs="small", action="box")
         runs(sac, tmp_path / "run", "probe_envs:Spaces-v0", env_kwargs=kwargs, caps_spatial=1.0)
@@ -290,16 +323,16 @@ def test_caps_refuses_images(cook, tmp_path):
 def test_choices_are_drawn_with_their_probabilities(cook):
     sac = cook("sac_discrete")
     torch.manual_seed(1)
-    agent = sac.Agent(Box(-1, 1, (4,)), Discrete(3), sac.Args(), torch.device("cpu"))
+    agent = sac.Agent(sac.Layout((4,)), Discrete(3), sac.Args(), torch.device("cpu"))
     with torch.no_grad():
         agent.actor.head.bias.copy_(torch.tensor([0.0, 1.0, 2.0]))
-        prob = agent.actor(torch.ones(1, 4))[0].exp()
+        prob = agent.policy(torch.ones(1, 4))[0].exp()
     obs = np.ones((20_000, 4), np.float32)
     drawn = np.bincount(agent.act(obs, {}, greedy=False)) / 20_000
     assert prob.sum() == pytest.approx(1) and drawn == pytest.approx(prob.numpy(), abs=0.02)
     assert agent.act(obs[:50], {}).tolist() == [2] * 50
     with pytest.raises(sac.UsageError, match="not Discrete"):
-        sac.Agent(Box(-1, 1, (4,)), Box(-1, 1, (2,)), sac.Args(), torch.device("cpu"))
+        sac.Agent(sac.Layout((4,)), Box(-1, 1, (2,)), sac.Args(), torch.device("cpu"))
 
 
 def test_soft_value_of_choices_is_their_mean(cook):
@@ -316,7 +349,7 @@ def test_choices_become_the_softmax_of_their_rewards_over_the_temperature(cook, 
     changes = dict(gamma=0.0, reward_scale=2.0, auto_alpha=False, alpha=1.5, learning_rate=0.02)
     changes |= dict(total_timesteps=500, hidden_sizes=(16,), env_kwargs={"choosy": True})
     run = runs(sac, tmp_path / "run", "probe_envs:Ones-v0", **changes)
-    log_prob = sac.load_policy(run).agent.actor(torch.zeros(1, 4))
+    log_prob = sac.load_policy(run).agent.policy(torch.zeros(1, 4))
     assert log_prob[0, 1].exp().item() == pytest.approx(1 / (1 + math.exp(-2 / 1.5)), abs=0.02)
 
 
@@ -332,11 +365,11 @@ def test_the_value_of_choices_counts_the_entropy_of_all_steps_to_come(cook, tmp_
     assert q_values.flatten().tolist() == pytest.approx([expected] * 4, rel=0.05)
 
 
-def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path, record):
+def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path, record, drawn):
     sac = cook("sac_discrete")
     sac.orthogonal = lambda layer, gain=0.0, plain=sac.orthogonal: plain(layer)  # far from uniform
     critics, temperatures = record(sac, "critic_loss"), record(sac, "alpha_loss")
-    steps, drawn = record(sac, "gradient_step"), batches(sac, record)
+    steps, batches = record(sac, "gradient_step"), drawn(sac)
     changes = dict(learning_rate=0.0, normalize_obs=True, alpha=0.3, tau=0.0)
 
     def another(critic):
@@ -346,12 +379,12 @@ def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path
 
     sac.copy = SimpleNamespace(deepcopy=another)  # a target critic that differs
     run = runs(sac, tmp_path / "run", "probe_envs:Boundary-v0", **changes)
-    agent, batch = sac.load_policy(run).agent, drawn[-1]
+    agent, batch = sac.load_policy(run).agent, batches[-1]
     obs, next_obs = (agent.obs_norm(batch[name]) for name in ("obs", "next_obs"))
-    pi, next_pi = (Categorical(logits=agent.actor(x)) for x in (obs, next_obs))
+    pi, next_pi = (Categorical(logits=agent.policy(batch[name])) for name in ("obs", "next_obs"))
     value = lambda critic, x, pi: (pi.probs * critic(x).amin(dim=0)).sum(dim=-1) + 0.3 * pi.entropy()
     (q_values, td_target), _ = critics[-1]
-    made = agent.critic(obs)[:, torch.arange(len(obs)), batch["action"]]
+    made = agent.critic(obs)[:, torch.arange(len(obs)), batch["action"].long()]
     torch.testing.assert_close(q_values, made.detach())
     expected = batch["reward"] + batch["discount"] * value(agent.target_critic, next_obs, next_pi)
     torch.testing.assert_close(td_target, expected.detach())
