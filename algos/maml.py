@@ -366,10 +366,10 @@ def trust_region_step(parameters, measure, args):
     length = (2 * args.max_kl / (direction @ product(direction)).clamp(min=1e-30)).sqrt()
     step, objective = length * direction, objective.detach()  # without a gradient it is 0, and refused
     search = args.max_kl, args.backtrack_ratio, args.max_backtracks
-    share, new_objective, new_kl = line_search(parameters, step, measure, objective, *search)
+    fraction, new_objective, new_kl = line_search(parameters, step, measure, objective, *search)
     return {
-        "loss/policy": -objective, "policy/kl": new_kl.detach(), "policy/step_share": share,
-        "policy/accepted": float(share > 0), "policy/improvement": (new_objective - objective).detach(),
+        "loss/policy": -objective, "policy/kl": new_kl.detach(), "policy/step_share": fraction,
+        "policy/accepted": float(fraction > 0), "policy/improvement": (new_objective - objective).detach(),
         "grad/actor_norm": gradient.norm(),
     }  # fmt: skip
 

@@ -941,9 +941,9 @@ def gradient_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_norm
     """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
     optimizer.zero_grad()
     loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
-    (grad_norm,) = clip_gradients(optimizer, max_norm)
+    norms = clip_gradients(optimizer, max_norm)
     optimizer.step()
-    return grad_norm
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
 
 
 @torch.no_grad()

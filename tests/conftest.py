@@ -265,12 +265,11 @@ def equal(a, b) -> bool:
     return a == b
 
 
-def play(policy, args, episodes: int | None = None, greedy=True, stride=1) -> list[float]:
-    """The returns of a policy of load_policy in the environment itself, with the seeds of an evaluation,
-    or of each stride-th of its environments."""
+def play(policy, args, episodes: int | None = None, greedy=True) -> list[float]:
+    """The returns of a policy of load_policy in the environment itself, with the seeds of an evaluation."""
     env, returns = gym.make(args.env_id, **args.env_kwargs), []
     for i in range(episodes or args.eval_episodes):
-        obs, info = env.reset(seed=args.eval_seed + stride * i)
+        obs, info = env.reset(seed=args.eval_seed + i)
         policy.reset()
         returns.append(0.0)
         for _ in range(getattr(args, "eval_max_steps", 100_000)):

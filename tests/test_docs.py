@@ -99,7 +99,7 @@ def test_every_logged_metric_is_documented_and_every_documented_one_is_logged(sc
 
 
 def test_python_of_the_readme_trains_tuned(empty_folder, monkeypatch):
-    (example,) = blocks(ROOT / "README.md", "python")
+    (example,) = [block for block in blocks(ROOT / "README.md", "python") if "import ppo" in block]
     monkeypatch.syspath_prepend(str(ALGOS))
     names = {}
     exec(example.replace("total_timesteps=50_000", "total_timesteps=1024"), names)
@@ -120,8 +120,7 @@ def test_python_of_a_page_runs_after_a_training(name, env_id, run_dir, monkeypat
     script.train(tiny(script, run_dir, env_id=env_id, env_kwargs={}))
     for block in blocks(ROOT / "docs" / f"{name}.md", "python"):
         exec(block, names)
-    assert names["args"].env_id == env_id and np.isfinite(names["obs"]).all()
-    assert len(names["obs"]) == names["envs"].num_envs
+    assert np.isfinite(names["obs"]).all()
     if name == "maml":  # its second block is two methods of an environment
         assert names["sample_task"](None, np.random.default_rng(1)).shape == (3,)
 
@@ -142,11 +141,10 @@ def test_tutorials_run_as_they_stand(empty_folder):
         elif file := re.match(r"# (\w+\.py)\n", block):
             Path(file[1]).write_text(block)
             continue
-        elif block.startswith("    def encode"):  # a method of Agent in a copy of ppo.py
+        elif block.startswith("    def forward(self, obs):\n        x = self.features"):  # of Trunk in a copy
             source = Path("algos/ppo.py").read_text()
-            source, count = re.subn(
-                r"    def encode\(.*?\n\n", lambda _, new=block: f"{new}\n", source, flags=re.S
-            )
+            forward = r"    def forward\(self, obs\):\n        x = self.features.*?\n\n"
+            source, count = re.subn(forward, lambda _, new=block: f"{new}\n\n", source, flags=re.S)
             assert count == 1
             Path("own.py").write_text(source)
             command = [sys.executable, "own.py", "--total-timesteps", "2048", "--run-dir", "runs/own"]

@@ -12,7 +12,7 @@ from gymnasium.spaces import Box, Discrete
 from torch.distributions import Normal, kl_divergence
 
 pearl = load_script("pearl")
-CPU, THREE, TWO = torch.device("cpu"), Box(-1, 1, (3,)), Box(-1, 1, (2,))
+CPU, THREE, TWO = torch.device("cpu"), pearl.Layout((3,)), Box(-1, 1, (2,))
 
 
 class Tagged(gym.Env):
@@ -288,7 +288,7 @@ def test_an_actor_that_learns_alone_leaves_the_encoder_and_one_that_does_not_doe
 
 def test_an_update_is_one_pass_for_all_tasks_of_the_meta_batch(seen, record):
     encoders, critics = record(pearl.Encoder, "forward"), record(pearl.Critic, "forward")
-    quick(total_timesteps=48, eval_episodes=1)  # 6 updates in the second round
+    quick(total_timesteps=48, learning_starts=47, eval_episodes=1)  # 6 updates in the second round
     shapes = [given[1].shape for given, _ in encoders if len(given[1]) == 3]
     assert shapes == [(3, 5, 4)] * 12  # each of critics and actor: three tasks, 5 rows of obs, action, reward
     assert {given[1].shape for given, _ in critics} == {(3 * 6, 2)} and len(critics) == 3 * 6
@@ -333,7 +333,8 @@ def test_contexts_are_of_their_task_and_its_last_round_and_replay_of_all_its_rou
 def test_a_ring_of_each_task_keeps_its_last_steps():
     args = arguments(buffer_size=5 * 20)
     tasks = np.arange(5, dtype=np.float32)[:, None]
-    buffer = pearl.TaskBuffer(args, tasks, THREE, TWO, 7, 12, CPU)
+    agent = pearl.Agent(THREE, TWO, args, CPU)
+    buffer = pearl.TaskBuffer(args, tasks, agent, 7, 12)
     rng, truth = np.random.default_rng(0), {task: [] for task in range(5)}
     for number in range(9):
         chosen = buffer.least_known(2)
@@ -463,7 +464,7 @@ def test_regularizers_of_the_policy_have_a_gradient(name, seen, monkeypatch):
     off = dict(mean_reg=0.0, log_std_reg=0.0, pre_tanh_reg=0.0)
     for weight in (0.0, 10.0):
         outputs = {}
-        quick(run_dir=f"run{weight}", **off | {name: weight}, total_timesteps=48)
+        quick(run_dir=f"run{weight}", **off | {name: weight}, total_timesteps=48, learning_starts=47)
     (plain, squares), (with_it, _) = gradients[0.0], gradients[10.0]
     assert squares.abs().max() > 1e-4
     torch.testing.assert_close(with_it - plain, 10 * squares, rtol=1e-3, atol=1e-4)
@@ -503,26 +504,49 @@ def test_the_first_episode_of_a_test_task_knows_nothing_and_the_next_only_what_i
     assert names == ["agent"]  # no memory of training tasks is there
 
 
-def test_what_is_loaded_adapts_to_the_steps_it_is_given():
+def test_what_is_loaded_adapts_in_the_environment_itself_as_an_evaluation_does():
+    """Without the bottleneck nothing is sampled: the same returns, from raw observations of one task."""
+    changes = dict(information_bottleneck=False, next_obs_in_context=True, hold_z=4, eval_episodes=3)
+    scored = quick(**changes, learning_rate=0.01, updates_per_step=1.0, horizon=20)
+    args, policy = pearl.Args(**checkpoint()["args"]), pearl.load_policy("run")
+    tasks = pearl.sample_tasks(args, args.num_test_tasks, np.random.default_rng(args.eval_seed))
+    env = gym.make(args.env_id, max_episode_steps=args.horizon, **args.env_kwargs)
+    for i in range(3):
+        env.unwrapped.set_task(tasks[i % len(tasks)])
+        env.reset(seed=args.eval_seed + i)
+        policy.reset()
+        for _ in range(args.adaptation_episodes + 1):
+            (obs, _), done, total = env.reset(), False, 0.0
+            while not done:
+                action = policy(obs)
+                assert env.action_space.contains(action)
+                obs, reward, terminated, truncated, _ = env.step(action)
+                total, done = total + reward, terminated or truncated
+                pearl.tell(policy, reward, obs, done)
+        assert total == pytest.approx(scored[i], rel=1e-5)
+
+
+def test_what_is_loaded_holds_a_z_of_the_prior_until_an_episode_ends():
     quick()
     policy = pearl.load_policy("run/best.pt")
-    agent = policy.__self__
     rng = np.random.default_rng(0)
-    draw = lambda *shape: rng.normal(size=(2, *shape)).astype(np.float32)
-    obs = draw(2)
-    steps = [dict(obs=draw(2), action=draw(1), reward=5 * draw(), next_obs=draw(2)) for _ in range(9)]
-    knows_nothing, adapted = policy(obs, {}), policy(obs, {"steps": steps})
-    assert not np.array_equal(knows_nothing, adapted)
-    mean, _ = agent.belief_after(steps, 2)
-    assert np.array_equal(adapted, policy(obs, {"z": mean}))
-    assert np.array_equal(knows_nothing, policy(obs, {"z": torch.zeros(2, 3)}))
-    one = [{name: x[:1] for name, x in step.items()} for step in steps]  # the other task is no matter
-    np.testing.assert_allclose(policy(obs[:1], {"steps": one}), adapted[:1], atol=1e-6)
+    obs, told = rng.normal(size=(2, 2)).astype(np.float32)
+    knows_nothing = policy(obs)
+    z = policy.info["z"]
+    pearl.tell(policy, 5.0, told, False)
+    assert np.array_equal(policy(obs), knows_nothing)
+    pearl.tell(policy, -3.0, told, True)
+    assert not torch.equal(policy.info["z"], z) and not np.array_equal(policy(obs), knows_nothing)
+    assert [step["reward"].tolist() for step in policy.info["steps"]] == [[5.0], [-3.0]]
+    assert np.array_equal(policy.info["steps"][0]["next_obs"][0], told)
+    policy.reset()
+    policy(obs)
+    assert "steps" not in policy.info and not torch.equal(policy.info["z"], z)
 
 
 def test_a_film_shows_all_episodes_of_an_adaptation():
     quick("Tagged-v0", horizon=4, eval_seed=10_000_000, capture_video=True, adaptation_episodes=2)
-    film = cv2.VideoCapture("run/videos/96.mp4")
+    film = cv2.VideoCapture("run/videos/96.webm")
     count = 0
     while film.read()[0]:
         count += 1
@@ -569,9 +593,13 @@ def test_updates_per_step_count_updates(seen, record):
 
 
 def test_learning_rates_are_each_ones_own_and_fall_to_0_if_asked(seen):
-    given = dict(actor_lr=0.01, critic_lr=0.02, alpha_lr=0.03)
-    rates = lambda: [float(seen[x.replace("lr", "optimizer")].param_groups[0]["lr"]) for x in given]
-    cases = [({}, [0.1] * 3), (given, [*given.values()]), (dict(anneal_lr=True), [0.1 / 4] * 3)]
+    given = dict(actor_lr=0.01, encoder_lr=0.05, critic_lr=0.02, alpha_lr=0.03)
+    groups = lambda: [
+        x for name in ("actor", "critic", "alpha") for x in seen[f"{name}_optimizer"].param_groups
+    ]
+    rates = lambda: [float(group["lr"]) for group in groups()]
+    cases = [({}, [0.1] * 4), (given, [*given.values()]), (dict(anneal_lr=True), [0.1 / 4] * 4)]
+    cases.append((dict(critic_lr=0.02), [0.1, 0.02, 0.02, 0.1]))  # the encoder follows the critics
     for i, (changes, expected) in enumerate(cases):
         quick(run_dir=f"run{i}", learning_rate=0.1, **changes)
         assert rates() == pytest.approx(expected)
@@ -605,6 +633,7 @@ def test_it_learns_to_learn():
     (dict(env_kwargs={"actions": "discrete"}), "Discrete"),
     (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "shows images"),
     (dict(steps_prior=0), "--steps-prior 0"),
+    (dict(learning_starts=97), "--learning-starts 97"),
     (dict(steps_posterior=-1), "--steps-posterior -1"),
     (dict(env_id="PointRobot-v0"), "--env-kwargs"),
 ])  # fmt: skip

