@@ -20,13 +20,14 @@ Differences from the paper:
  6. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
     the space; they are clipped only on their way into the environment.
  7. An evaluation scores a greedy episode on each of its held-out tasks, after one inner step.
+ 8. Weights start orthogonal, with gain sqrt(2) in hidden layers and 0.01 at the output.
 
     python algos/maml.py --env-id PointNavigation-v0
 """
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+#     "torch>=2.11", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
 

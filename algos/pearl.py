@@ -18,13 +18,14 @@ Differences from the paper:
  4. The encoder has the learning rate of the critics unless told otherwise.
  5. A time limit is no termination: y bootstraps from the value of the true final observation.
  6. On request z is drawn anew every hold_z steps, within an episode too.
+ 7. Weights start as in sac.py, with the hidden layers of the encoder orthogonal, too.
 
     python algos/pearl.py --env-id PointRobot-v0
 """
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
 #     "psutil", "tensorboard", "tqdm", "tyro",
 # ]
 # ///

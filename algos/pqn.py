@@ -16,7 +16,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
 #     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
 # ]
 # ///

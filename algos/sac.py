@@ -21,7 +21,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
 #     "opencv-python>=5", "psutil", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
@@ -806,7 +806,8 @@ class ReplayBuffer:
         self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
         self.position = self.filled = 0  # where the next step goes; how many transitions there are
         obs_bytes = math.prod(obs_space.shape) * obs_space.dtype.itemsize
-        needed, free = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 12), free_memory(device)
+        needed = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 12)
+        free = free_memory(device)
         text = f"{self.size:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
         if needed > free:
             raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
