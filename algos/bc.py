@@ -21,7 +21,7 @@ Differences from the papers:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
 #     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
@@ -419,8 +419,7 @@ class Demonstrations:
         return {name: x[rows] for name, x in self.training.items()}
 
     def state_dict(self):
-        names = ("episodes", "steps", "training", "validation")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in ("episodes", "steps", "training", "validation")}
 
     def load_state_dict(self, state):
         for part in (state["training"], state["validation"]):
@@ -472,10 +471,10 @@ def demonstrate(args, envs, learner, expert, episodes, stopped):
         check_step(next_obs, reward, t)
         done, t = terminated | truncated, t + 1
         cut = t == args.expert_max_steps
-        told = {key: next_info.get(key, np.zeros(envs.num_envs)) for key in args.info_keys}
+        step = dict(obs=obs, action=answer, reward=reward)
+        step |= {f"info/{key}": next_info.get(key, np.zeros_like(reward)) for key in args.info_keys}
         for i in np.flatnonzero(left > 0):
-            row = dict(obs=obs[i], action=answer[i], reward=reward[i])
-            steps[i].append(row | {f"info/{key}": x[i] for key, x in told.items()})
+            steps[i].append({name: x[i] for name, x in step.items()})
             if done[i] or cut:
                 played.append({name: np.stack([step[name] for step in steps[i]]) for name in steps[i][0]})
                 steps[i] = []
@@ -485,16 +484,6 @@ def demonstrate(args, envs, learner, expert, episodes, stopped):
         left = left - done
         obs, info = go_on(envs, next_obs, info | next_info, done)
     return played
-
-
-def summary(episode, info_keys):
-    """Return, length and means of info_keys of an episode."""
-    reward = episode["reward"]
-    return (
-        float(reward.sum()),
-        float(len(reward)),
-        *(float(episode[f"info/{key}"].mean()) for key in info_keys),
-    )
 
 
 # Own trials, results in benchmark/results; docs/bc.md has the commands that train the experts.
@@ -1130,6 +1119,16 @@ def to_standard(action, space):
     return ((action - middle) / np.where(half > 0, half, 1)).reshape(len(action), -1)
 
 
+def summary(episode, info_keys):
+    """Return, length and means of info_keys of an episode."""
+    reward = episode["reward"]
+    return (
+        float(reward.sum()),
+        float(len(reward)),
+        *(float(episode[f"info/{key}"].mean()) for key in info_keys),
+    )
+
+
 # --- the run
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
@@ -1173,15 +1172,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

@@ -9,7 +9,8 @@ As in the paper: mirrored sampling (eps and -eps in pairs), ranks in place of F_
 that know each other's noise from shared seeds and send nothing but what their episodes gave (Algorithm 2).
 
 Differences from the paper:
- 1. Noise is drawn anew in each generation, not taken from a large block drawn once. No episode is cut short.
+ 1. Noise is drawn anew in each generation, not taken from a large block drawn once. Episodes are whole, up to
+    --max-episode-steps.
  2. All members of a generation start from the same states, so luck does not decide between them.
  3. Members of equal fitness have equal rank, so that they cancel. Adam takes the step; --optimizer sgd takes
     it as in line 5.
@@ -147,7 +148,7 @@ def train(args: Args) -> np.ndarray:
         dist.init_process_group("gloo")
         atexit.register(dist.destroy_process_group)  # else a thread of it may abort the exit of Python
     with (Follower if RANK else Run)(args, args.num_envs, agent=agent, optimizer=optimizer) as run:
-        stopped = lambda: run.signal and SIZE == 1  # in the middle of a generation
+        run.chunk = run.env_steps - run.scored_at  # an evaluation that a signal cut short is made up for
         while decide(run.pause()):  # evaluates and saves when due; False at the end
             if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
                 envs, _, _ = run.start_segment()
@@ -171,10 +172,9 @@ def train(args: Args) -> np.ndarray:
             if args.common_starts:
                 starts = np.tile(starts[: args.episodes_per_member], args.population)
             mine = slice(RANK * len(member) // SIZE, (RANK + 1) * len(member) // SIZE)
-            results = play(args, envs, agent, members, member[mine], starts[mine], stopped)
-            if stopped():  # the generation is incomplete: --resume plays it again
+            results = gather(run, play(run, envs, agent, members, member[mine], starts[mine]))
+            if run.signal:  # the generation is incomplete: --resume plays it again
                 continue
-            results = gather(results)
             returns, lengths, *sums = results[:, : 2 + len(args.info_keys)].T
             means = (x / lengths for x in sums)
             run.episodes = np.column_stack([returns, lengths, *means]).tolist()
@@ -205,21 +205,23 @@ def train(args: Args) -> np.ndarray:
 
 
 @torch.inference_mode()
-def play(args, envs, agent, members, member, seeds, stopped):
+def play(run, envs, agent, members, member, seeds):
     """Plays episodes i < E, each whole, with the parameters members[name][member[i]] and from seeds[i].
 
     An environment that is done takes the next episode. When none is left it rests until the others are done
-    (with async_envs it goes on, in vain and uncounted). Returns (E, 2 + K + 2 D): return, length, sums of the
-    K info_keys and, with normalize_obs, sums of the observations acted from and of their squares.
+    (with async_envs and on Atari it goes on, in vain and uncounted); a signal ends all. Returns (E, 2 + K +
+    2 D): return, length, sums of the K info_keys and, with normalize_obs, of the observations acted from and
+    of their squares.
     """
-    space, resting = envs.single_observation_space, len(seeds)  # the number that stands for no episode
+    args, space = run.args, envs.single_observation_space
+    resting = len(seeds)  # the number that stands for no episode
     columns = 2 + len(args.info_keys) + args.normalize_obs * 2 * math.prod(space.shape)
     results, steps = np.zeros((resting + 1, columns)), np.zeros(envs.num_envs, dtype=int)
-    member, seeds = [*member, 0], [*seeds.tolist(), 0]
+    member, seeds = np.append(member, 0), np.append(seeds.astype(int), 0)
     params = {name: x.new_zeros(envs.num_envs, *x.shape[1:]) for name, x in members.items()}
     episode, begun, done = np.full(envs.num_envs, resting), 0, np.full(envs.num_envs, True)
     local = list(getattr(envs, "envs", []))  # environments in this process
-    while not stopped():
+    while not run.signal:
         if done.any():
             episode[done] = np.arange(begun, begun + done.sum()).clip(max=resting)
             begun += done.sum()
@@ -228,18 +230,19 @@ def play(args, envs, agent, members, member, seeds, stopped):
             for i in np.flatnonzero(done):
                 steps[i] = 0
                 if local and episode[i] == resting:
-                    envs.envs[i] = Resting(np.zeros(space.shape, space.dtype))
+                    envs.envs[i] = Resting(local[i], np.zeros(space.shape, space.dtype))
                 for name, x in members.items():
                     params[name][i] = x[member[episode[i]]]
-            obs, _ = envs.reset(seed=[seeds[i] for i in episode], options={"reset_mask": done})
+            seed = seeds[episode][done] if args.env_id.startswith("ALE/") else seeds[episode].tolist()
+            obs, _ = envs.reset(seed=seed, options={"reset_mask": done})
         action = agent.act_each(params, obs)
         next_obs, reward, terminated, truncated, info = envs.step(action)
-        check_step(next_obs, reward, int(results[:resting, 1].sum()))
         sums = [reward, np.ones(len(reward)), *(info.get(key, 0 * reward) for key in args.info_keys)]
         if args.normalize_obs:
             seen = obs.reshape(len(obs), -1).astype(np.float64)
             sums += [seen, seen**2]
         results[episode] += np.column_stack(sums)
+        check_step(next_obs, reward, run.env_steps + int(results[:resting, 1].sum()))
         steps += 1
         obs, done = next_obs, terminated | truncated | (steps >= args.max_episode_steps)
     if local:
@@ -250,8 +253,8 @@ def play(args, envs, agent, members, member, seeds, stopped):
 class Resting:
     """Stands in a SyncVectorEnv for an environment that has no episode to play: it is not simulated."""
 
-    def __init__(self, obs):
-        self.obs = obs
+    def __init__(self, env, obs):
+        self.close, self.obs = env.close, obs
 
     def reset(self, **_):
         return self.obs, {}
@@ -965,15 +968,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts
@@ -1199,16 +1207,18 @@ def exchange(collective, *data) -> None:
         sys.exit(f"{Path(sys.argv[0]).name}: a process is lost; --resume goes on with any number ({why})")
 
 
-def gather(results: np.ndarray) -> np.ndarray:
-    """The rows of all processes, in the order of the episodes."""
-    parts = [results] * SIZE
+def gather(run, results: np.ndarray) -> np.ndarray:
+    """The rows of all processes, in the order of the episodes. A signal that one has heard is one for all."""
+    parts = [(run.signal, results)] * SIZE
     if SIZE > 1:
-        exchange(dist.all_gather_object, parts, results)
-    return np.concatenate(parts)
+        exchange(dist.all_gather_object, parts, (run.signal, results))
+    signals, rows = zip(*parts, strict=True)
+    run.signal = max(signals)
+    return np.concatenate(rows)
 
 
 def decide(goes_on: bool) -> bool:
-    """What process 0 says: it alone evaluates and hears signals."""
+    """What process 0 says: it alone evaluates."""
     answer = [goes_on]
     if SIZE > 1:
         exchange(dist.broadcast_object_list, answer, 0)
@@ -1219,9 +1229,11 @@ class Follower(Run):
     """The Run of processes 1, 2, ...: it goes on as long as process 0 does, and writes nothing."""
 
     def __enter__(self):
-        numbers = signal.SIGINT, signal.SIGTERM  # process 0 stops all
-        self.handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+        self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
         return self
+
+    def catch(self, number: int, frame) -> None:
+        self.signal = number  # each time: process 0 alone can be stopped at once
 
     def __exit__(self, kind, error, trace) -> None:
         for number, handler in self.handlers.items():

@@ -27,7 +27,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+#     "torch>=2.6", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
 
@@ -1026,7 +1026,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 totals[k] += playing * [reward, args.gamma**t * reward, np.ones(n), step["terminated"]]
                 success[k] = np.fmax(success[k], np.where(playing, step["success"], np.nan))
     returns = totals[:, 0].mean(axis=1)
-    if not stopped():
+    if not (stopped() or args.evaluate):
         say(f"return after 0 to {policies - 1} inner steps: {'  '.join(f'{x:.1f}' for x in returns)}")
     scored = min(args.inner_steps, 1)  # a policy that was not trained to adapt is scored as it is
     score = totals[scored]
@@ -1214,15 +1214,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

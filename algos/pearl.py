@@ -25,7 +25,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
+#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
 #     "psutil", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
@@ -401,6 +401,7 @@ class Agent(nn.Module):
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
         self.next_obs, self.hold_z = args.next_obs_in_context, args.hold_z
+        self.generator = torch.Generator().manual_seed(args.eval_seed)  # a loaded policy repeats its guesses
         obs, action = obs_space.shape[0], action_space.shape[0]
         self.encoder = Encoder(obs + action + 1 + obs * args.next_obs_in_context, args)
         self.actor = Actor(obs + args.latent_dim, action, args)
@@ -451,15 +452,12 @@ class Agent(nn.Module):
     def act(self, obs, info, greedy=True):
         """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density.
 
-        z is info["z"] (num_envs, Z), or the mean of the belief after info["steps"], those of the task so far:
-        a list of dict(obs=..., action=..., reward=..., next_obs=...) of all environments. With neither of
-        them z is drawn from the prior, and stays in info.
+        They depend on info["z"], (num_envs, Z). If there is none, act draws it from the prior and keeps it.
         """
-        if "steps" in info and "z" not in info:
-            z = self.belief_after(info["steps"], len(obs))[0]
-        else:
-            z = info["z"] = info["z"] if "z" in info else draw(*self.belief_after([], len(obs)))
-        mean, log_std = self.actor(to_tensor(obs, self.device), z)
+        if "z" not in info:
+            noise = torch.randn(len(obs), self.latent_dim, generator=self.generator)
+            info["z"] = self.bottleneck * noise.to(self.device)
+        mean, log_std = self.actor(to_tensor(obs, self.device), info["z"])
         u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
         info["last"] = dict(obs=obs, action=u.tanh().cpu().numpy())
         return info["last"]["action"].copy()
@@ -1157,7 +1155,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & info[f"_{key}"]
                 success[told] = np.fmax(success, info[key])[told]
     returns, score = totals[:, 0].mean(axis=1), totals[last]
-    if not stopped():
+    if not (stopped() or args.evaluate):
         say(f"return after 0 to {last} episodes of a task: {'  '.join(f'{x:.1f}' for x in returns)}")
     metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
     names = "discounted_return_mean", "length_mean", "termination_rate"
@@ -1280,7 +1278,7 @@ def load_policy(path: str | Path) -> Policy:
 def tell(policy: Policy, reward: float, next_obs, done: bool) -> None:
     """Tells a policy of load_policy what its last action led to, so that it adapts to the task.
 
-    As in an evaluation z is held for an episode, and then drawn from the belief after all that was told.
+    As in an evaluation z is held for an episode, and then drawn from the belief after everything told so far.
     reset() forgets the task.
     """
     info, agent = policy.info, policy.agent
@@ -1335,15 +1333,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

@@ -985,15 +985,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

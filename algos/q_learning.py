@@ -193,25 +193,24 @@ def train(args: Args) -> np.ndarray:
 class Grid:
     """Numbers the states from 0, row by row as in an array of the shape sizes.
 
-    A Box has grid_size cells of equal width in each dimension, between its bounds; what lies outside belongs
-    to the nearest cell. A Discrete observation, and each part of a MultiDiscrete, a Dict or a Tuple of
-    Discrete, is a dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0) for the
-    third of four. A mask of legal actions is no part of the state.
+    A Box has grid_size cells of equal width in each dimension, between its bounds (bytes: 0 to 1); what lies
+    outside belongs to the nearest cell. A Discrete observation, and each part of a MultiDiscrete or of a Dict
+    or Tuple of these, is a dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0)
+    for the third of four. A mask of legal actions is no part of the state.
     """
 
     def __init__(self, space: gym.Space, args: Args):
         parts = [part for part, _ in leaves(space)]
         if isinstance(space, spaces.Dict) and "action_mask" in space.keys():
             parts.pop()
-        self.is_box = len(parts) == 1 and isinstance(parts[0], Box)
+        self.is_box = len(parts) == 1 and isinstance(parts[0], Box) and not image_shape(parts[0])
         if self.is_box:
             self.low, self.high, self.sizes = box_bounds(parts[0], args)
-        elif len(parts) == 1 and isinstance(parts[0], MultiDiscrete):
-            self.sizes = parts[0].nvec.ravel()
-        elif all(isinstance(part, Discrete) for part in parts):
-            self.sizes = np.array([part.n for part in parts])
+        elif all(isinstance(part, (Discrete, MultiDiscrete)) for part in parts):
+            choices = [part.n if isinstance(part, Discrete) else part.nvec for part in parts]
+            self.sizes = np.concatenate([np.ravel(n) for n in choices])
         else:
-            known = "a Box, Discrete, MultiDiscrete or a Dict or Tuple of Discrete"
+            known = "a Box that is no image, or Discrete, MultiDiscrete, a Dict or Tuple of these"
             raise UsageError(f"{args.env_id} observes {space}, Q-learning needs {known}: try dqn.py")
         self.num_states = math.prod(self.sizes.tolist())
         if self.num_states > 10_000_000:
@@ -231,7 +230,8 @@ class Grid:
 
 def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Lower ends, upper ends and number of cells of a grid over the Box, (D,) each."""
-    low, high = np.float64(args.obs_low or space.low.ravel()), np.float64(args.obs_high or space.high.ravel())
+    low = np.float64(args.obs_low or as_numbers(space, space.low))
+    high = np.float64(args.obs_high or as_numbers(space, space.high))
     sizes = np.array(args.grid_size * space.low.size if len(args.grid_size) == 1 else args.grid_size)
     for flag, numbers in {"--obs-low": low, "--obs-high": high, "--grid-size": sizes}.items():
         if len(numbers) != space.low.size:
@@ -272,7 +272,8 @@ class Agent(nn.Module):
         with contextlib.closing(gym.make(args.env_id, **args.env_kwargs)) as env:
             self.grid = Grid(env.observation_space, args)
         shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
-        self.register_buffer("q_values", torch.full(shape, float(args.initial_value), dtype=torch.float64))
+        q_values = torch.full(shape, float(args.initial_value), dtype=torch.float64)
+        self.q_values = nn.Parameter(q_values, requires_grad=False)
 
     def only_legal(self, q_values, obs):
         """q_values (B, A), with -inf for the actions that the mask of an observation forbids."""
@@ -877,15 +878,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

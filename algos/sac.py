@@ -154,14 +154,15 @@ def caps_loss(action, near_action):
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
     device = set_up(args)
-    if args.learning_starts >= args.total_timesteps:
-        late = f"--learning-starts {args.learning_starts} is not before --total-timesteps"
-        raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
     agent = Agent(*standard_spaces(args), args, device)
+    if args.evaluate:  # without the memory that training takes
+        return Run(args, args.num_envs, agent=agent).evaluate()
+    if args.learning_starts >= args.total_timesteps:
+        flag = f"--learning-starts {args.learning_starts}"
+        some = f"use {args.total_timesteps // 10} or so, or train longer"
+        raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
     if args.caps_spatial and agent.obs_space.dtype == np.uint8:
         raise UsageError("--caps-spatial adds noise to numbers, not to bytes: try --caps-temporal alone")
-    if args.evaluate:  # playing needs no memory
-        return Run(args, args.num_envs, agent=agent).evaluate()
     actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
     alpha_lr = args.learning_rate if args.alpha_lr is None else args.alpha_lr
@@ -806,7 +807,7 @@ class ReplayBuffer:
         self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
         self.position = self.filled = 0  # where the next step goes; how many transitions there are
         obs_bytes = math.prod(obs_space.shape) * obs_space.dtype.itemsize
-        needed = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 12)
+        needed = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 3 * 4)
         free = free_memory(device)
         text = f"{self.size:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
         if needed > free:
@@ -1161,15 +1162,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

@@ -114,10 +114,8 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     All inputs and the result are (num_steps, num_envs). next_value[t] is V of the true successor of step t,
     final observations included. A termination ends the return; a truncation only cuts the sum.
     """
-    td_error = (
-        reward + gamma * (1 - terminated) * next_value - value
-    ).numpy()  # NumPy: faster on small arrays
-    decay = (gamma * gae_lambda * (1 - done)).numpy()
+    td_error = reward + gamma * (1 - terminated) * next_value - value
+    td_error, decay = td_error.numpy(), (gamma * gae_lambda * (1 - done)).numpy()  # NumPy: faster here
     advantage, last = np.empty_like(td_error), np.zeros_like(td_error[0])
     for t in reversed(range(len(td_error))):
         advantage[t] = last = td_error[t] + decay[t] * last
@@ -371,7 +369,8 @@ class Agent(nn.Module):
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Trunk(obs_space, args.hidden_sizes, args.activation)
-        self.critic = Trunk(obs_space, args.critic_sizes or args.hidden_sizes, args.activation)
+        critic_sizes = args.hidden_sizes if args.critic_sizes is None else args.critic_sizes
+        self.critic = Trunk(obs_space, critic_sizes, args.activation)
         if isinstance(action_space, Box):
             self.head = GaussianHead(self.actor.width, action_space, args.log_std_init)
         else:
@@ -1038,15 +1037,20 @@ class Run:
 
     def __enter__(self):
         self.open()
+        self.handlers = {}
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            self.handlers = {n: signal.signal(n, self.catch) for n in (signal.SIGINT, signal.SIGTERM)}
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """However the training ends: keeps the newest weights, closes everything, gives signals back."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
-        codes = [process.exitcode for process in getattr(self.envs, "processes", [])]
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
         quiet = (
             contextlib.suppress(Exception) if error else contextlib.nullcontext()
         )  # the first error counts

@@ -54,7 +54,7 @@ def read_table() -> dict[str, dict[int, list[float]]]:
 def paths(maml, run: Path) -> tuple[np.ndarray, list[np.ndarray]]:
     """Goals, and the greedy paths (T, GOALS, 2) before and after one and three inner steps."""
     torch.manual_seed(1)
-    agent, args = maml.load_policy(run).__self__, maml.Args(**maml.load(run)["args"])
+    agent, args = maml.load_policy(run).agent, maml.Args(**maml.load(run)["args"])
     goals = maml.sample_tasks(args, GOALS, np.random.default_rng(args.eval_seed))
     envs, rollouts, found = maml.make_task_envs(args, goals, args.episodes_per_task), [], []
     for k in range(4):

@@ -1,11 +1,13 @@
-"""Draws what algos/q_learning.py has learned, and the cliff example of Sutton and Barto 2018.
+"""Draws what algos/q_learning.py has learned, the cliff of Sutton and Barto 2018, and what masks save.
 
     python benchmark/q_table.py --run runs/FrozenLake-v1/q_learning/1-20270131-120000
     python benchmark/q_table.py --cliff docs/img/cliff.png
+    python benchmark/q_table.py --taxi docs/img/taxi_masks.png
 
 --run writes RUN/plots/values.png, the value max_a Q(s, a) of each state, and RUN/plots/policy.png, the action
 of that value. --cliff trains SARSA and Q-learning with epsilon 0.1, and draws the return of each episode
-while they learn; its numbers are in benchmark/results/cliff.csv.
+while they learn; its numbers are in benchmark/results/cliff.csv. --taxi trains on Taxi-v4 with and without
+its masks of legal actions, and draws the return of the greedy policy; benchmark/results/taxi_masks.csv.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
 from plot import COLOURS, STYLE, make_panels, plt
-from run import ROOT, load_script
+from run import ROOT, load_script, short
 
 WORLDS = {  # a symbol for each action, and the grid of the states where they are numbers alone
     "FrozenLake": ("←↓→↑", lambda world: world.desc.shape),
@@ -33,6 +35,7 @@ WORLDS = {  # a symbol for each action, and the grid of the states where they ar
 }
 PLACES = ["red", "green", "yellow", "blue", "taxi"]  # of Taxi
 SEEDS, EPISODES = 50, 500  # of each rule on the cliff
+TAXI_SEEDS = 10  # with masks and without
 
 
 # ------------------------------------------------------------------------------------------ values and policy
@@ -130,15 +133,71 @@ def draw_cliff(out: Path) -> None:
     print(out)
 
 
+# ----------------------------------------------------------------------------------------------------- masks
+class Unmasked(gym.Wrapper):
+    """Taxi-v4 without the masks of legal actions in its info."""
+
+    def __init__(self):
+        super().__init__(gym.make("Taxi-v4"))
+
+    def reset(self, **kwargs):
+        return super().reset(**kwargs)[0], {}
+
+    def step(self, action):
+        return *super().step(action)[:4], {}
+
+
+def greedy_returns(env_id: str, seed: int) -> list[tuple[int, float]]:
+    """(step, mean return of 50 greedy episodes) in a training with the settings of Taxi-v4, but shorter."""
+    q_learning = load_script("q_learning")
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        args = q_learning.make_args(
+            "Taxi-v4", seed=seed, run_dir=f"{folder}/run", total_timesteps=150_000, eval_every=5_000,
+            eval_episodes=50,
+        )  # fmt: skip
+        q_learning.train(q_learning.replace(args, env_id=env_id))
+        rows = [json.loads(line) for line in Path(f"{folder}/run/progress.jsonl").read_text().splitlines()]
+    return [(row["step"], row["eval/return_mean"]) for row in rows if "eval/return_mean" in row]
+
+
+def draw_taxi(out: Path) -> None:
+    gym.register("Unmasked-v0", Unmasked)
+    figure, (axes,) = make_panels(1)
+    with (ROOT / "benchmark/results/taxi_masks.csv").open("w", newline="") as file:
+        table = csv.writer(file)
+        table.writerow(["masks", "seed", "step", "eval_return_mean"])
+        for env_id, label, colour in (
+            ("Taxi-v4", "with masks", COLOURS[0]),
+            ("Unmasked-v0", "without", COLOURS[1]),
+        ):
+            curves = [greedy_returns(env_id, seed) for seed in range(1, TAXI_SEEDS + 1)]
+            for seed, curve in enumerate(curves, start=1):
+                table.writerows([env_id == "Taxi-v4", seed, step, round(score, 3)] for step, score in curve)
+            steps, returns = np.array(curves[0])[:, 0], np.array(curves)[..., 1]  # (seeds, points)
+            axes.plot(steps, returns.mean(axis=0), color=colour, label=label)
+            axes.fill_between(steps, returns.min(axis=0), returns.max(axis=0), color=colour, alpha=0.18, lw=0)
+            reach = [next(step for step, score in curve if score >= 7) for curve in curves]
+            print(f"{label}: a return of 7 after {np.median(reach):,.0f} steps (median of the seeds)")
+    title = f"Q-learning on Taxi-v4; mean and range of {TAXI_SEEDS} seeds"
+    axes.set(title=title, xlabel="environment steps", ylabel="return of the greedy policy")
+    axes.xaxis.set_major_formatter(short)
+    axes.legend(fontsize=9)
+    figure.savefig(out)
+    print(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder of q_learning.py")
     what.add_argument("--cliff", type=Path, help="picture to write (.png, .svg, .pdf)")
+    what.add_argument("--taxi", type=Path, help="picture to write (.png, .svg, .pdf)")
     args = parser.parse_args()
     plt.rcParams.update(STYLE)
     if args.cliff:
         draw_cliff(args.cliff)
+    elif args.taxi:
+        draw_taxi(args.taxi)
     else:
         draw_table(args.run)
 

@@ -22,7 +22,11 @@ def reset_done(envs, next_obs, next_info, done):
 
 
 def load_policy(path):
-    return lambda obs, info: info.setdefault("asked", np.zeros(len(obs), dtype=int)) % 2
+    class Agent:
+        def act(self, obs, info, greedy=True):
+            return info.setdefault("asked", np.zeros(len(obs), dtype=int)) % 2
+    class P: agent = Agent()
+    return P
 """  # has a memory: its action is the parity of the steps of the episode
 EMPTY = np.zeros(0, dtype=int)
 
@@ -61,7 +65,7 @@ def test_losses_equal_numbers_worked_out_by_hand(bc):
 def test_the_loss_is_of_the_experts_actions_and_of_the_mean_action(bc, kind, loss):
     bc.train(short(bc, env_kwargs={"actions": kind}, loss=loss, learning_rate=0.0, log_std_init=1.5))
     held_out, policy = demonstrations("validation"), bc.load_policy("run").agent
-    pi = policy.policy(policy.encode(held_out["obs"])).detach()
+    pi = policy.policy(held_out["obs"]).detach()
     if kind != "box":
         expected = -Categorical(logits=pi[:, 0]).log_prob(held_out["action"]).mean()
     else:
@@ -77,14 +81,14 @@ def test_the_loss_is_of_the_experts_actions_and_of_the_mean_action(bc, kind, los
 
 def test_what_is_validated_on_is_never_learned_from(bc, monkeypatch):
     """Observations name their episode. Neither gradients nor the normalizer see one that is held out."""
-    learned, encode = set(), bc.Agent.encode
+    learned, encode = set(), bc.Agent.policy
 
     def watch(agent, obs):
         if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
             learned.update(map(tuple, obs.tolist()))
         return encode(agent, obs)
 
-    monkeypatch.setattr(bc.Agent, "encode", watch)
+    monkeypatch.setattr(bc.Agent, "policy", watch)
     bc.train(short(bc, "Boundary", total_timesteps=64, dagger_iterations=1, normalize_obs=True, num_envs=3))
     train, held_out = demonstrations("training")["obs"], demonstrations("validation")["obs"]
     episodes = lambda obs: {(x[0], x[1]) for x in obs.tolist()}
@@ -108,7 +112,7 @@ def test_dagger_asks_the_expert_where_the_learner_gets_to_and_stores_each_answer
     assert stored["action"].tolist() == parity
     ends = [i for i in range(len(steps)) if i + 1 == len(steps) or steps[i + 1][3] == 1]
     taken, first = [step[4] for step in steps], ends[3] + 1
-    learner = bc.load_policy("run")(stored["obs"].numpy(), {}).tolist()  # has learned nothing
+    learner = bc.load_policy("run").agent.act(stored["obs"].numpy(), {}).tolist()  # has learned nothing
     assert taken == parity[:first] + learner[first:] and learner[first:] != parity[first:]
     returns = [probe_envs.boundary_return(*steps[i][1:3]) for i in ends]
     rows = [row for row in progress() if "reward/mean" in row]
@@ -132,7 +136,7 @@ def test_an_expert_of_another_script_acts_as_it_does_there(bc, name, path):
     args = short(bc, env_kwargs=kwargs, expert=path, expert_episodes=5)
     assert call_main(bc, *flags(args), *(lone if path == "lone.pt" else [])) == 0
     stored = demonstrations("training")
-    wanted = script.load_policy(path)(stored["obs"].numpy(), {})
+    wanted = script.load_policy(path).agent.act(stored["obs"].numpy(), {})
     assert np.allclose(stored["action"], wanted.clip(-1, 1), atol=1e-6) and len(np.unique(wanted)) > 20
 
 
@@ -246,7 +250,7 @@ def test_each_iteration_has_a_least_loss_of_its_own(bc):
         resumed = bc.Iteration(iteration.agent)
         resumed.load_state_dict(iteration.state_dict())
         assert equal(vars(resumed) | {"agent": 0}, vars(iteration) | {"agent": 0})
-        iteration.end()
+        iteration.restore_best()
 
 
 def test_without_episodes_to_validate_on_every_iteration_has_its_share_of_the_steps(bc):

@@ -1,255 +1,437 @@
-"""The life of a run: whatever happens, the newest weights are kept and nothing else is left behind."""
+"""The life of a run: whatever ends it, nothing is lost, nothing is left behind, and it goes on from there."""
 
 import json
 import linecache
+import multiprocessing
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 import types
+from contextlib import redirect_stdout
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
-import cv2
 import numpy as np
 import odd_envs
+import probe_envs
 import pytest
-from conftest import ALGOS, TESTS, call_main, checkpoint, flags, fork, has, load_script, plays, probe
-from conftest import progress, scripts_with, tiny, wait
+from conftest import (
+    call_main,
+    checkpoint,
+    equal,
+    flags,
+    fork,
+    has,
+    parts,
+    plays,
+    progress,
+    quick,
+    short,
+    tiny,
+    wait,
+)
 
-NUMBERS = (signal.SIGINT, signal.SIGTERM)
+RHYTHM = dict(eval_every=64, checkpoint_every=64, total_timesteps=192)
+EVENTS = {}  # of a whole training of a script
 
 
-@pytest.fixture(autouse=True)
-def forget():
-    odd_envs.forget()
+def evaluations(run_dir="run") -> list[int]:
+    """The steps of the evaluations in the log, which begins with its first row."""
+    log = progress(run_dir) if Path(run_dir, "progress.jsonl").exists() else []
+    return [row["step"] for row in log if "eval/return_mean" in row]
 
 
-def surroundings() -> dict:
-    """What a training must leave as it was."""
+def resume(script, **changes):
+    """Goes on with the run. changes are for the environment: what went wrong is mended."""
+    args = script.parse_args(["--resume", "run"])
+    return script.train(replace(args, env_kwargs=args.env_kwargs | changes))
+
+
+# ---------------------------------------------------------------------------------------- whatever is raised
+@pytest.mark.parametrize("what, phase, after", [
+    ("step", "rollout", 150), ("reset", "rollout", 12), ("step", "evaluation", 25),
+    ("render", "evaluation", 15), ("interrupt", "rollout", 150),
+])  # fmt: skip
+def test_whatever_an_environment_raises_leaves_the_newest_weights(script, seen, capsys, what, phase, after):
+    kwargs = dict(what=what, phase=phase, after=after)
+    args = short(script, "Fault", env_kwargs=kwargs, **RHYTHM | dict(checkpoint_every=10**6))
+    args.capture_video = what == "render"
+    with pytest.raises(KeyboardInterrupt if what == "interrupt" else RuntimeError):
+        script.train(args)
+    saved = checkpoint()
+    assert saved["run"]["env_steps"] == seen.run.env_steps
+    assert equal(saved["agent"], dict(seen["agent"].state_dict()))
+    if seen.run.env_steps:
+        out = capsys.readouterr().out
+        assert f"step {seen.run.env_steps:,} is saved" in out and "--resume" in out
+    assert seen.run.env_steps > 0 or not plays(script) or what != "step" or phase == "evaluation"
+    odd_envs.forget()  # the expert of bc.py plays in an environment of its own
+    assert len(resume(script, after=10**9)) == 2  # and it goes on from there
+    assert checkpoint()["run"]["env_steps"] >= 192
+
+
+def test_an_error_of_the_caller_leaves_the_newest_weights(script, seen, monkeypatch):
+    """In code of the user that a training calls, here in the log."""
+    log = script.Run.log
+
+    def fails(run, metrics):
+        log(run, metrics)
+        if run.env_steps >= 100:
+            raise ZeroDivisionError("a bug of the caller")
+
+    monkeypatch.setattr(script.Run, "log", fails)
+    with pytest.raises(ZeroDivisionError):
+        quick(script, **RHYTHM | dict(checkpoint_every=10**6))
+    assert checkpoint()["run"]["env_steps"] == seen.run.env_steps >= 100
+    assert equal(checkpoint()["agent"], dict(seen["agent"].state_dict()))
+
+
+def test_the_first_error_counts_where_saving_fails_too(ppo, monkeypatch):
+    def fails(run, name, **parts):
+        raise OSError("no disk any more")
+
+    args = short(ppo, "Fault", env_kwargs=dict(after=40))
+    monkeypatch.setattr(ppo.Run, "save", fails)
+    monkeypatch.setattr(ppo.Run, "evaluate", lambda run: None)
+    with pytest.raises(RuntimeError, match=r"a bug in step\(\)"):
+        ppo.train(args)
+
+
+def things() -> dict:
+    """What a training must leave as it was: of the process, and of Python."""
     return {
-        "handlers": [signal.getsignal(number) for number in NUMBERS], "path": [x for x in sys.path if x],
-        "children": Path(f"/proc/self/task/{os.getpid()}/children").read_text(),
-        "threads": {thread.name for thread in threading.enumerate() if "tqdm" not in type(thread).__module__},
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "children": multiprocessing.active_children(),
+        "threads": [thread.name for thread in threading.enumerate()],
+        "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]
+                        if os.path.exists(f"/proc/self/fd/{fd}")),
+        "path": [path for path in sys.path if path],
+        "folder": os.getcwd(), "argv": list(sys.argv),
     }  # fmt: skip
 
 
-def fault(script, what, phase="rollout", after=150, **changes):
-    return tiny(script, **probe(script, "Fault", what=what, phase=phase, after=after), **changes)
+@pytest.mark.skipif(not os.path.exists("/proc/self/fd"), reason="Linux only")
+@pytest.mark.parametrize("async_envs", [False, True], ids=["sync", "async"])
+def test_a_training_leaves_nothing_behind_however_it_ends(script, async_envs):
+    few = RHYTHM | dict(async_envs=async_envs, total_timesteps=96, eval_every=0)
+    fault = lambda folder, **kwargs: short(script, "Fault", folder, env_kwargs=kwargs, **few)
+    ends = {
+        "its end": lambda: quick(script, run_dir="end", **few),
+        "a bug of the environment": lambda: script.train(fault("bug", what="step", after=40)),
+        "a number that is none": lambda: script.train(fault("nan", what="nan", after=40)),
+        "an evaluation": lambda: script.train(fault("eval", phase="evaluation", after=5)),
+        "a wrong argument": lambda: script.train(replace(short(script, run_dir="seed"), seed=-1)),
+        "a wrong environment": lambda: quick(script, "Nowhere-v0", run_dir="env"),
+    }  # fmt: skip
+    if async_envs:
+        ends = {why: ends[why] for why in ("its end", "a bug of the environment", "a number that is none")}
+    for end in ends.values():  # some things are made once for all
+        try:
+            end()
+        except (script.UsageError, RuntimeError, FloatingPointError):
+            pass
+    before, empty = things(), sys.path.count("")
+    for why, end in ends.items():
+        for folder in {"end", "bug", "nan", "eval"} & {*os.listdir(".")}:
+            Path(folder).rename(f"{folder}-before-{why}")
+        try:
+            end()
+        except (script.UsageError, RuntimeError, FloatingPointError):
+            pass
+        assert things() == before, f"after {why}"
+    assert sys.path.count("") == empty <= 1  # the folder of the user is on the path, once
 
 
-# ---------------------------------------------------------------------------------------------------- errors
-@pytest.mark.parametrize("what, phase, after", [
-    ("step", "rollout", 150), ("reset", "rollout", 12), ("step", "evaluation", 45),
-    ("reset", "evaluation", 7),
-])  # fmt: skip
-def test_an_error_keeps_the_newest_weights_and_its_traceback(script, what, phase, after):
-    if not plays(script) or script.__name__ in ("maml", "pearl"):
-        pytest.skip("its environments are played by another program, or as tasks")
-    before, changes = surroundings(), dict(checkpoint_every=10_000, eval_every=128)
-    with pytest.raises(RuntimeError, match=f"a bug in {what}"):
-        script.train(fault(script, what, phase, after, **changes))
-    assert surroundings() == before
-    state = checkpoint()
-    logged = [row["step"] for row in progress()]
-    assert state["run"]["env_steps"] >= max(logged) and state["run"]["env_steps"] > 0
-    kwargs = probe(script, "Fault", what="nothing")["env_kwargs"]
-    script.train(script.parse_args(["--resume", "run", "--env-kwargs", json.dumps(kwargs)]))
-
-
-@pytest.mark.parametrize("what", ["step", "exit", "nan", "shape"])
-def test_an_error_beside_processes_ends_them_and_the_run(ppo, what):
-    before = surroundings()
-    with pytest.raises((RuntimeError, EOFError, FloatingPointError, ConnectionError, ValueError)):
-        ppo.train(fault(ppo, what, after=40, async_envs=True, eval_every=0))
-    assert surroundings() == before and checkpoint()["run"]["env_steps"] > 0
-
-
-def test_a_mistake_after_processes_were_made_leaves_none(script):
-    """One environment in this process tells the spaces; others are made when all is checked."""
-    if not has(script, "hidden_sizes"):
-        pytest.skip("has no networks")
-    before = surroundings()
-    args = tiny(script, async_envs=True)
-    args.init_from = "nowhere.pt"
-    with pytest.raises(script.UsageError, match="nowhere"):
-        script.train(args)
-    assert surroundings() == before
-
-
-@pytest.mark.parametrize("what", ["nan", "inf", "obs"])
-def test_a_number_that_is_not_finite_is_named_by_its_cause(script, what, capsys):
-    if not plays(script) or script.__name__ == "q_learning":
-        pytest.skip("plays no environment while it learns, or knows no numbers")
-    assert call_main(script, *flags(fault(script, what))) == 1
-    cause = "observation[1]" if what == "obs" else "reward"
-    assert f"{cause} of environment" in capsys.readouterr().err
-
-
-def test_a_simulator_of_which_one_may_run_trains_and_is_evaluated(script):
-    if not plays(script) or script.__name__ in ("maml", "pearl"):
-        pytest.skip("plays several tasks or the environments of another program")
-    one = dict(num_envs=1, num_minibatches=1, episodes_per_update=1, eval_every=0, eval_episodes=1)
-    assert script.train(tiny(script, **probe(script, "Single"), **one)).tolist() == [10]
-    assert odd_envs.Single.running == 0
-
-
-@pytest.mark.parametrize("kind", odd_envs.Infos.KINDS)
-def test_what_is_in_info_stops_no_run_and_success_counts_where_it_is_a_number(ppo, kind, capsys):
-    ppo.train(tiny(ppo, **probe(ppo, "Infos", kind=kind), eval_every=0))
-    (row,) = [row for row in progress() if "eval/return_mean" in row]
-    told = kind in ("none", "late", "array", "bool", "number")
-    assert row.get("eval/success_rate") == (1.0 if told else None)
-    assert ("success 100%" in capsys.readouterr().out) == told
-
-
-def test_chosen_numbers_of_info_are_logged_as_means_over_episodes(script):
+@pytest.mark.parametrize("what, code", [("nan", 1), ("exit", 99), ("step", 99), ("shape", 99)])
+def test_an_error_beside_processes_ends_them_all_at_once_with_one_traceback(script, what, code, tmp_path):
+    """Not even one environment goes on or waits. A process that was lost is named."""
     if not plays(script):
-        pytest.skip("its steps are those of the gradient")
-    script.train(
-        tiny(script, **probe(script, "Infos", kind="number", length=5), info_keys=("cost", "nothing"))
-    )
-    rows = [row for row in progress() if "info/cost" in row]
-    assert rows and all(row["info/cost"] == 3.0 and row["info/nothing"] == 0 for row in rows)  # of 1 to 5
+        pytest.skip("its experts play without processes of their own")
+    args = short(script, "Fault", env_kwargs=dict(what=what, after=20), async_envs=True, **RHYTHM)
+    started, out = time.monotonic(), tmp_path / "out"
+
+    def run():
+        code = call_main(script, *flags(args))
+        sys.exit(code)
+
+    assert wait(fork(run, out)) == code
+    assert time.monotonic() - started < 30
+    text = out.read_text()
+    assert text.count("Traceback (most recent call last)") == (what != "nan"), text
+    assert "exit code 3" in text or what != "exit"
+    here = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True).stdout
+    assert str(tmp_path) not in here
 
 
-@pytest.mark.parametrize("kind", odd_envs.Rewards.KINDS)
-def test_a_reward_is_a_number_or_refused_by_name(ppo, kind, capsys):
-    args = tiny(ppo, **probe(ppo, "Rewards", kind=kind), async_envs=kind in ("array1", "none"))
-    if kind in ("none", "str", "array2"):
-        assert call_main(ppo, *flags(args)) == 2 and "reward is" in capsys.readouterr().err
-    else:
-        assert ppo.train(args).tolist() == [10 if "bool" in kind else 20] * 2
+# ---------------------------------------------------------------------------------------------------- signals
+def stopped(script, args, out: Path) -> int:
+    return wait(fork(lambda: sys.exit(call_main(script, *flags(args))), out))
 
 
-@pytest.mark.parametrize("old", ["reset", "step"])
-def test_the_interface_of_before_gymnasium_is_refused_by_name(script, old, capsys):
-    if not plays(script) or script.__name__ in ("maml", "pearl"):
-        pytest.skip("plays the environments of another program, or tasks")
-    assert call_main(script, *flags(tiny(script, **probe(script, "OldApi", old=old)))) == 2
-    assert f"{old}() must return" in capsys.readouterr().err
+@pytest.mark.parametrize("after", ["the first", "the last"])
+def test_an_evaluation_that_a_signal_cut_is_not_counted_and_made_up_for(script, tmp_path, after):
+    """Episodes of 20 steps in two environments."""
+    whole = short(script, run_dir="whole", **RHYTHM)
+    script.train(whole)
+    steps = probe_envs.Walk.count["evaluation"]
+    every = evaluations("whole")
+    probe_envs.forget()
+    number = 5 if after == "the first" else steps - 5
+    args = short(script, env_kwargs=dict(signal="SIGTERM", phase="evaluation", after=number), **RHYTHM)
+    assert stopped(script, args, tmp_path / "out") == 143
+    cut = every[0] if after == "the first" else every[-1]
+    text = (tmp_path / "out").read_text()
+    assert cut not in evaluations() and f"step {cut:,}  return" not in text
+    assert f"stopped at step {cut:,}, saved" in text and checkpoint()["run"]["env_steps"] == cut
+    returns = resume(script, signal="")
+    assert evaluations() == every == sorted(set(every)) and len(returns) == 2
+    assert progress() == progress("whole") and returns.tolist() == parts("whole")["run"]["returns"]
 
 
-# --------------------------------------------------------------------------------------------------- signals
-@pytest.mark.parametrize("name", scripts_with("train"))
-def test_a_signal_at_any_moment_saves_and_what_follows_is_whole(name):
-    """Six random moments a script, in forks; about a hundred together."""
-    script, draw = load_script(name), random.Random(name)
-    for attempt in range(6):
-        folder, number = f"run{attempt}", draw.choice(NUMBERS)
-        args = tiny(script, folder, total_timesteps=100_000, eval_every=200, checkpoint_every=200)
-        pid = fork(lambda args=args: call_main(script, *flags(args)) and sys.exit(7), Path(f"out{attempt}"))
-        while not Path(folder, "checkpoint.pt").exists():
-            time.sleep(0.01)
-        time.sleep(draw.uniform(0, 0.4))
-        os.kill(pid, number)
-        assert wait(pid) in (7, 128 + number), Path(f"out{attempt}").read_text()
-        state, said = checkpoint(folder), Path(f"out{attempt}").read_text()
-        assert (
-            f"stopped at step {state['run']['env_steps']:,}, saved" in said and f"--resume {folder}" in said
-        )
-        scored = [row["step"] for row in progress(folder) if "eval/return_mean" in row]
-        printed = [line for line in said.splitlines() if line.startswith("step ")]
-        assert len(scored) == len(set(scored)) == len(printed)  # what was cut short is not counted
-    steps = max(state["run"]["env_steps"], 200)
-    script.train(script.parse_args(["--resume", folder, "--total-timesteps", str(steps)]))
-    last = progress(folder)[-1]  # also where the signal cut its evaluation short
-    assert last["step"] >= steps and "eval/return_mean" in last
+@pytest.mark.parametrize("phase", ["rollout", "evaluation"])
+def test_a_signal_is_heard_where_no_episode_ends(script, phase, tmp_path):
+    endless = dict(signal="SIGINT", phase=phase, after=120, length=10**9, edge=1e9)
+    few = 40 if phase == "rollout" else 10**6
+    steps = dict(total_timesteps=10**6, eval_every=10**6, eval_max_steps=few, horizon=few)
+    args = short(script, env_kwargs=endless, **steps)
+    started = time.monotonic()
+    assert stopped(script, args, tmp_path / "out") == 130
+    assert time.monotonic() - started < 60 and "saved; to go on" in (tmp_path / "out").read_text()
+    checkpoint()
 
 
-def test_ctrl_c_in_python_saves_raises_and_gives_the_handlers_back(script):
-    before = surroundings()
-    args = tiny(script, total_timesteps=10**6, eval_every=0)
-    for folder, presses in (("once", 1), ("twice", 2)):
-        args.run_dir = folder
-
-        def press(saved, times):
-            while not saved.exists():
-                time.sleep(0.01)
-            for _ in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-                time.sleep(0.005)
-
-        thread = threading.Thread(target=press, args=(Path(folder, "checkpoint.pt"), presses))
-        thread.start()
+def test_ctrl_c_in_python_saves_and_raises_and_the_next_one_does_not_kill(script):
+    def session():
+        """As in a notebook: a cell is interrupted, the next one too, and the kernel lives."""
+        args = short(script, env_kwargs=dict(signal="SIGINT", after=100), **RHYTHM)
         with pytest.raises(KeyboardInterrupt):
             script.train(args)
-            time.sleep(1)  # for the second one, if the first was enough
-        thread.join()
-        assert surroundings() == before and checkpoint(folder)
+        checkpoint()
+        assert len(progress()) > 0 and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+        impatient = dict(signal="SIGINT", after=probe_envs.Walk.count["rollout"] + 60, times=2)
+        with pytest.raises(KeyboardInterrupt):
+            script.train(short(script, run_dir="other", env_kwargs=impatient, **RHYTHM))
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert not multiprocessing.active_children()
+        checkpoint("other")
+        assert len(resume(script, signal="")) == 2
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    assert wait(fork(session, Path("session"))) == 0, Path("session").read_text()
 
 
-# -------------------------------------------------------------------------------------- from Python and pipes
-def test_a_script_pasted_into_a_cell_trains_and_keeps_its_source(monkeypatch):
-    source = (ALGOS / "ppo.py").read_text().replace('if __name__ == "__main__":\n    main()\n', "")
-    monkeypatch.setitem(linecache.cache, "<cell 1>", (len(source), None, source.splitlines(True), "<cell 1>"))
-    cell = types.ModuleType("cell")
-    monkeypatch.setitem(sys.modules, "cell", cell)
-    exec(compile(source, "<cell 1>", "exec"), cell.__dict__)
-    cell.train(tiny(load_script("ppo")))
-    assert Path("run/notebook.py").read_text() == source
+def test_a_training_in_another_thread(script):
+    result = []
+    thread = threading.Thread(target=lambda: result.append(quick(script, **RHYTHM)))
+    thread.start()
+    thread.join()
+    assert len(result) == 1 and len(result[0]) == 2
 
 
-def test_a_missing_console_and_a_closed_pipe_stop_no_training(ppo, monkeypatch, tmp_path):
-    with monkeypatch.context() as patch:
-        patch.setattr(sys, "stdout", None), patch.setattr(sys, "stderr", None)
-        ppo.train(tiny(ppo, "silent"))
+class Moment:
+    """Sends a signal to this process when Python has called its n-th function. n is drawn, so it is anywhere:
+    in a library, between two lines of a save, in an evaluation."""
 
-    def closed():
+    def __init__(self, *signals: tuple[int, signal.Signals]):
+        self.signals, self.calls = sorted(signals), 0
+
+    def __call__(self, frame, event, argument):
+        self.calls += event == "call"
+        while self.signals and self.calls >= self.signals[0][0]:
+            os.kill(os.getpid(), self.signals.pop(0)[1])
+
+
+def calls_of(script) -> int:
+    """How many functions a whole training calls, from where its signals are caught on."""
+    if script.__name__ not in EVENTS:
+
+        def count():
+            moment, enter = Moment(), script.Run.__enter__
+
+            def entered(run):
+                result = enter(run)
+                sys.setprofile(moment)
+                return result
+
+            script.Run.__enter__ = entered
+            script.train(short(script, run_dir="counted", **RHYTHM))
+            sys.setprofile(None)
+            Path("calls").write_text(str(moment.calls))
+
+        assert wait(fork(count)) == 0
+        EVENTS[script.__name__] = int(Path("calls").read_text())
+    return EVENTS[script.__name__]
+
+
+@pytest.mark.parametrize("draw", range(6))
+def test_a_signal_at_any_moment_loses_nothing(script, draw):
+    """SIGKILL, SIGTERM, SIGINT and a hasty second one, at moments that are drawn over the whole training."""
+    rng = random.Random(f"{script.__name__} {draw}")
+    total, kind = calls_of(script), ("kill", "int", "term", "hasty", "kill", "term")[draw]
+    number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(kind, signal.SIGINT)
+    at = rng.randrange(total)
+    signals = [(at, number)] + [(at + rng.randrange(3000), number)] * (kind == "hasty")
+
+    def run():
+        enter, moment = script.Run.__enter__, Moment(*signals)
+
+        def entered(run):
+            result = enter(run)
+            sys.setprofile(moment)
+            return result
+
+        script.Run.__enter__ = entered
+        code = call_main(script, *flags(short(script, **RHYTHM)))
+        sys.setprofile(None)
+        sys.exit(code)
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    code = wait(fork(run, Path("out")))
+    allowed = {"kill": (-9,), "term": (143, -15, 0), "int": (130, 0), "hasty": (130, 0, -2)}[kind]
+    assert code in allowed, (at, total, Path("out").read_text())
+    if code != -9 and kind != "hasty":
+        assert "Traceback" not in Path("out").read_text()
+    script.train(short(script, run_dir="whole", **RHYTHM))
+    if not Path("run/checkpoint.pt").exists():  # before its first one
+        assert kind in ("kill", "hasty")
+        return
+    checkpoint(), [checkpoint(name=str(path.relative_to("run"))) for path in Path("run").glob("models/*.pt")]
+    assert len(resume(script)) == 2
+    steps = [(row["step"], "eval/return_mean" in row) for row in progress()]
+    assert steps == sorted(steps, key=lambda x: x[0]) and len(set(steps)) == len(steps)
+    assert set(evaluations()) >= set(evaluations("whole")[:1]) and evaluations()[-1] == steps[-1][0] >= 192
+    if kind == "kill":
+        assert progress() == progress("whole") and equal(parts(), parts("whole"))
+
+
+# -------------------------------------------------------------------------------------- wherever it is called
+def test_a_script_pasted_into_a_notebook_works(script):
+    """A cell has no file: its source is where Python keeps what it shows in a traceback."""
+    source = Path(script.__file__).read_text()
+    file = f"<ipython-input-{script.__name__}>"
+    linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
+    sys.modules["cell"] = cell = types.ModuleType("cell")
+    exec(compile(source, file, "exec"), vars(cell))
+    assert not hasattr(cell, "__file__")
+    args = short(script, **RHYTHM | dict(total_timesteps=96))
+    out = StringIO()
+    with redirect_stdout(out):
+        returns = cell.train(cell.Args(**vars(args) | dict(run_dir="")))
+        (folder,) = Path("runs").glob("*/notebook/*")
+        assert (folder / "notebook.py").read_text() == source
+        assert len(cell.train(cell.parse_args(["--resume", str(folder), "--total-timesteps", "128"]))) == 2
+        assert len(returns) == 2 and cell.load_policy(folder).agent
+    hint = re.search(r"to watch it: (.*)$", out.getvalue(), re.M)[1]
+    assert hint.startswith("train(parse_args(['--evaluate'")
+    assert len(eval(hint.replace(", '--capture-video'", ""), vars(cell))) == 2
+
+
+def test_hints_are_what_the_caller_would_type(ppo, capsys, monkeypatch):
+    quick(ppo)
+    assert "train(parse_args(['--evaluate', 'run/best.pt', '--capture-video']))" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["algos/ppo.py"])
+    quick(ppo, run_dir="other")
+    assert "python algos/ppo.py --evaluate other/best.pt --capture-video" in capsys.readouterr().out
+
+
+def test_a_script_runs_without_its_docstrings_and_asserts(script, capsys):
+    """python -OO"""
+    source = Path(script.__file__).read_text()
+    sys.modules["bare"] = bare = types.ModuleType("bare")
+    bare.__file__ = script.__file__
+    exec(compile(source, script.__file__, "exec", optimize=2), vars(bare))
+    assert bare.__doc__ is None
+    assert call_main(bare, "--help") == 0 and "--seed" in capsys.readouterr().out
+    bare.train(bare.Args(**vars(short(script, **RHYTHM | dict(total_timesteps=96)))))
+
+
+def test_a_program_without_a_console_trains(script, monkeypatch):
+    """pythonw has neither stdout nor stderr."""
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    quick(script, **RHYTHM | dict(total_timesteps=96))
+    assert script.train(script.parse_args(["--evaluate", "run"])).size == 2
+
+
+def test_a_reader_that_goes_away_stops_no_training(ppo):
+    """python ppo.py | head -1"""
+
+    def into_a_closed_pipe(*words):
         read, write = os.pipe()
         os.close(read)
-        sys.stdout = os.fdopen(write, "w")
-        ppo.train(tiny(ppo, "closed"))
+        os.dup2(write, 1)
+        sys.stdout = open(1, "w", closefd=False)
+        sys.exit(call_main(ppo, *words))
 
-    assert wait(fork(closed, tmp_path / "out")) == 0, (tmp_path / "out").read_text()
-    assert checkpoint("silent")["run"]["env_steps"] == checkpoint("closed")["run"]["env_steps"] == 384
-
-
-def test_help_through_head_and_without_docstrings_ends_quietly():
-    command = f"set -o pipefail; {sys.executable} -OO {ALGOS}/ppo.py --help | head -1"
-    env = os.environ | {"PYTHONPATH": str(TESTS)}
-    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=env)
-    assert "usage" in done.stdout and not done.stderr
+    assert wait(fork(lambda: into_a_closed_pipe(*flags(tiny(ppo))), Path("out"))) == 0, Path(
+        "out"
+    ).read_text()
+    assert checkpoint()["run"]["env_steps"] == 384 and len(progress()) > 5
+    code = wait(fork(lambda: into_a_closed_pipe("--help"), Path("help")))
+    assert code == -signal.SIGPIPE and "Traceback" not in Path("help").read_text()
 
 
-def test_runs_that_start_in_the_same_second_have_folders_of_their_own(ppo, monkeypatch):
-    monkeypatch.setattr(ppo.time, "strftime", lambda *_: "now")
-    for _ in range(3):
-        ppo.train(tiny(ppo, "", total_timesteps=64, eval_every=0))
-    assert len({path.parent for path in Path("runs").rglob("checkpoint.pt")}) == 3
+def test_runs_that_start_in_the_same_second_get_folders_of_their_own(ppo, monkeypatch):
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-120000")
+    args = short(ppo, run_dir="", total_timesteps=64)
+    pids = [fork(lambda: ppo.train(args)) for _ in range(4)]
+    assert [wait(pid) for pid in pids] == [0] * 4
+    folders = sorted(Path("runs").glob("*/ppo/*"))
+    assert len(folders) == 4 and folders[0].name == "1-20260101-120000"
+    for folder in folders:
+        assert checkpoint(folder)["run"]["env_steps"] == 64 and json.loads((folder / "args.json").read_text())
 
 
-def test_names_of_yesterday_and_seeds_out_of_range_end_in_one_line(ppo, capsys):
-    for words, hint in (
-        (["--env-id", "BreakoutNoFrameskip-v4"], "ALE/Breakout-v5"),
-        (["--env-id", "Pendulum-v0"], "Pendulum-v1"),
-        (["--seed", "-1"], "--seed -1"), (["--eval-seed", "4294967296"], "--eval-seed 4294967296"),
-    ):  # fmt: skip
-        assert call_main(ppo, *words) == 2 and hint in capsys.readouterr().err
+@pytest.mark.parametrize("words", [
+    ["--seed", "-1"], ["--seed", "4294967296"], ["--eval-seed", "4294967296"], ["--eval-seed", "-5"],
+    ["--seed", "1000000000000000000000000"],
+])  # fmt: skip
+def test_a_seed_that_no_library_takes_is_refused_in_one_line(script, words, capsys):
+    assert call_main(script, *words) == 2
+    err = capsys.readouterr().err.strip()
+    assert words[0] in err and len(err.splitlines()) == 1 and not os.listdir(".")
 
 
-def test_integers_stand_for_real_numbers(ppo):
-    args = tiny(ppo, learning_rate=1, log_std_init=0, anneal_lr=True, **probe(ppo, "Walk", actions="box"))
-    ppo.train(args)
-    rates = [row["schedule/learning_rate"] for row in progress() if "schedule/learning_rate" in row]
-    assert 0 < min(rates) < 1
+@pytest.mark.parametrize("env_id, today", [
+    ("BreakoutNoFrameskip-v4", "ALE/Breakout-v5"), ("Pendulum-v0", "Pendulum-v1"),
+    ("PongDeterministic-v4", "ALE/Pong-v5"), ("LunarLander-v2", "LunarLander-v3"),
+])  # fmt: skip
+def test_an_environment_of_yesterday_is_named_as_it_is_today(ppo, env_id, today, capsys):
+    assert call_main(ppo, "--env-id", env_id) == 2
+    err = capsys.readouterr().err.strip()
+    assert f"Today it is {today}" in err and len(err.splitlines()) == 1
 
 
-# ---------------------------------------------------------------------------------------------------- videos
-@pytest.mark.parametrize("kind", ["rgb", "rgba", "gray", "gray1", "odd", "tiny", "grow"])
-def test_a_video_has_a_frame_for_each_step_whatever_kind_they_are(ppo, kind):
-    ppo.train(
-        tiny(ppo, **probe(ppo, "Films", render=kind), capture_video=True, total_timesteps=64, eval_every=0)
-    )
-    video, shots = cv2.VideoCapture("run/videos/64.webm"), []
-    while (shot := video.read())[0]:
-        shots.append(shot[1].mean())
-    assert len(shots) == 10 and (kind == "grow" or np.diff(shots).min() > 10)
+def test_an_option_of_yesterday_is_still_an_option(ppo):
+    assert ppo.parse_args(["--compile"]).cuda_graph and not ppo.parse_args([]).cuda_graph
 
 
-@pytest.mark.parametrize("kind", ["none", "float", "flat"])
-def test_what_is_no_image_is_refused_before_training(ppo, kind, capsys):
-    args = tiny(ppo, **probe(ppo, "Films", render=kind), capture_video=True)
-    assert call_main(ppo, *flags(args)) == 2 and "cannot be filmed" in capsys.readouterr().err
+def test_an_integer_where_a_number_is_asked_for_is_one(script):
+    """In Python there is no command line that makes a float of it."""
+    numbers = dict(learning_rate=1, log_std_init=0, gamma=1, reward_scale=2, adam_eps=1, max_grad_norm=1)
+    args = short(script, **RHYTHM | dict(total_timesteps=96), **numbers)
+    whole = replace(args, run_dir="whole")
+    for name, value in numbers.items():
+        if has(script, name):
+            setattr(whole, name, float(value))
+    script.train(args), script.train(whole)
+    assert equal(parts()["agent"], parts("whole")["agent"]) and progress() == progress("whole")
+
+
+def test_one_environment_one_step_and_one_minibatch_are_enough(script):
+    ones = """num_envs num_steps num_minibatches update_epochs value_epochs episodes_per_update batch_size
+    log_every updates_per_train train_every minibatches_per_epoch expert_episodes meta_batch_size
+    eval_episodes"""
+    few = dict(total_timesteps=66, learning_starts=60, dagger_iterations=0, validation_share=0.0)
+    quick(script, "Ones", **dict.fromkeys(ones.split(), 1), **few)
+    rows = [row for row in progress() if "reward/mean" in row or "loss/policy" in row]
+    assert rows and all(np.isfinite(list(row.values())).all() for row in progress())

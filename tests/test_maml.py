@@ -25,7 +25,7 @@ def arguments(**changes):
 def make_agent(args, obs=3, actions=2, dtype=torch.float64):
     """With parameters that are far from 0, so that curvature shows."""
     torch.manual_seed(0)
-    agent = maml.Agent(Box(-1, 1, (obs,)), Box(-1, 1, (actions,)), args, CPU).to(dtype)
+    agent = maml.Agent(maml.Layout((obs,)), Box(-1, 1, (actions,)), args, CPU).to(dtype)
     with torch.no_grad():
         for parameter in agent.parameters():
             parameter.add_(0.5 * torch.randn_like(parameter))
@@ -272,7 +272,7 @@ def test_a_trust_region_step_keeps_to_the_limit_or_takes_none(seen, monkeypatch)
         assert any(row["policy/kl"] > max_kl / 2 and row["policy/improvement"] > 0 for row in rows)
     monkeypatch.setattr(maml, "conjugate_gradient", lambda product, gradient, *_: -gradient)  # to the worse
     maml.train(small("none", max_backtracks=3))
-    start = maml.Agent(Box(-1, 1, (2,)), Box(-1, 1, (2,)), small(), CPU)
+    start = maml.Agent(maml.Layout((2,)), Box(-1, 1, (2,)), small(), CPU)
     (row,) = [row for row in progress("none") if "policy/kl" in row]
     assert row["policy/accepted"] == row["policy/kl"] == 0
     assert {x.shape for x in start.parameters()} == {x.shape for x in checkpoint("none")["agent"].values()}
@@ -392,7 +392,7 @@ def test_best_is_by_the_return_after_one_step():
 
 def test_held_out_tasks_are_always_the_same_and_none_of_training(seen):
     maml.train(small(total_timesteps=600, eval_episodes=3))
-    trained = np.concatenate([given[1] for given, _ in seen["set_tasks"]])
+    trained = np.concatenate([given[1] for given, _ in seen["set_tasks"] if given[0].num_envs == 12])
     held_out = maml.sample_tasks(small(), 3, np.random.default_rng(small().eval_seed))
     assert len(np.unique(trained, axis=0)) == len(trained) == 15
     assert not {*map(tuple, trained)} & {*map(tuple, held_out)}
@@ -411,7 +411,7 @@ def test_what_is_loaded_can_be_adapted():
 
 def test_a_film_shows_a_task_before_and_after_a_step():
     maml.train(small(capture_video=True, eval_inner_steps=3, horizon=9))
-    film = cv2.VideoCapture("run/videos/216.mp4")
+    film = cv2.VideoCapture("run/videos/216.webm")
     frames = []
     while (frame := film.read())[0]:
         frames.append(frame[1])
@@ -547,9 +547,7 @@ def test_families_show_any_space_as_a_vector(obs, size):
         (dict(env_id="CartPole-v1"), "CartPole-v1 is no family of tasks"),
         (dict(env_id="Nowhere-v0"), "cannot make Nowhere-v0"),
         (dict(env_kwargs={"x": 1}), "PointNavigation-v0 has no --env-kwargs"),
-        (dict(env_id="probe_envs:Walk-v0"), "Discrete(2) actions"),
         (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "shows images"),
-        (dict(env_id="probe_envs:Ones-v0"), "Discrete(2) actions"),
         (dict(inner_lr=-1.0), "--inner-lr -1.0: must be from 0"),
         (dict(meta_batch_size=0), "--meta-batch-size 0: must be from 1"),
         (dict(inner_steps=-1), "--inner-steps -1: must be from 0"),

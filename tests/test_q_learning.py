@@ -143,13 +143,13 @@ def test_a_training_explores_with_its_epsilon(ql):
 
 
 def test_a_share_epsilon_of_the_actions_is_random_and_ties_go_to_the_first(ql):
-    agent = ql.Agent(None, Discrete(4), ql.Args(epsilon_min=0.3), torch.device("cpu"))
+    agent = ql.Agent(ql.Layout((16,)), Discrete(4), ql.Args(epsilon_min=0.3), torch.device("cpu"))
     agent.q_values[0, :3] = torch.tensor([[0, 2, 2, 1], [5, 5, 5, 5], [0, 0, 0, 1.0]])
     assert agent.act(np.eye(16)[[0, 1, 2, 0]], {}).tolist() == [1, 0, 3, 1]
     np.random.seed(0)
     actions = agent.act(np.eye(16)[np.full(40_000, 2)], {}, greedy=False)
     assert np.bincount(actions) / 40_000 == pytest.approx([0.075, 0.075, 0.075, 0.775], abs=0.01)
-    agent = ql.Agent(None, Discrete(4), ql.Args(update_rule="double"), torch.device("cpu"))
+    agent = ql.Agent(ql.Layout((16,)), Discrete(4), ql.Args(update_rule="double"), torch.device("cpu"))
     agent.q_values[:, 7] = torch.tensor([[5, 0, 3, 1], [0, 5, 3, 1.0]])
     assert agent.act(np.eye(16)[[7]], {}) == [2], "two tables vote together"
 

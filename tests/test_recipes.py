@@ -2,16 +2,18 @@
 
 import copy
 import math
+import re
 import sys
 from types import SimpleNamespace
 
 import cv2
+import gymnasium as gym
 import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, load_script, script_of
-from gymnasium.spaces import Box, Discrete, MultiDiscrete
+from conftest import ROOT, checkpoint, equal, load_script, play, progress, script_of
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
@@ -29,7 +31,7 @@ def wandb(monkeypatch):
     """The calls of wandb, which is not among what the tests install."""
     calls, module = [], type(sys)("wandb")
     module.init = lambda **options: calls.append(options)
-    module.finish = lambda: calls.append("finish")
+    module.finish = lambda exit_code: calls.append(exit_code)
     monkeypatch.setitem(sys.modules, "wandb", module)
     return calls
 
@@ -50,6 +52,47 @@ def runs(module, folder, env_id="Pendulum-v1", **changes):
     args = module.make_args(env_id, **{**small, "run_dir": str(folder), **changes})
     assert math.isfinite(module.train(args).mean())
     return folder
+
+
+class Asked(gym.Env):
+    """Actions of many parts: a choice and a number that the observation asks for, and a switch. Pays 1 a step
+    less the distance of the number. masked: the mask leaves the choice alone, and all others raise."""
+
+    def __init__(self, nested: bool = False, masked: bool = False):
+        self.nested, self.masked = nested, masked
+        kind, number = Discrete(3, start=2), Box(np.float32([0, -2]), np.float32([4, 2]))
+        parts = (kind, Tuple((number, MultiBinary(2), MultiDiscrete([2, 3]))))
+        self.action_space = Dict(kind=kind, rest=parts[1]) if nested else Tuple((kind, number))
+        self.observation_space = Box(-1, 1, (2,), np.float32)
+        if masked:
+            choices = 3 + 5 * nested
+            self.observation_space = Dict(obs=self.observation_space, action_mask=MultiBinary(choices))
+
+    def look(self):
+        self.kind, self.number = int(self.np_random.integers(3)), self.np_random.uniform(-1, 1)
+        obs = np.array([self.kind - 1, self.number], np.float32)
+        if not self.masked:
+            return obs
+        mask = np.zeros(3 + 5 * self.nested, np.int8)
+        mask[[self.kind, 3, 6][: 1 + 2 * self.nested]] = 1
+        return dict(obs=obs, action_mask=mask)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.t = 0
+        return self.look(), {}
+
+    def step(self, action):
+        assert self.action_space.contains(action)
+        kind, rest = (action["kind"], action["rest"]) if self.nested else action
+        number, _, more = rest if self.nested else (rest, None, (0, 1))
+        assert not self.masked or (kind - 2, *more) == (self.kind, 0, 1), "illegal"
+        reward = float(kind - 2 == self.kind) - float(number[1] - 2 * self.number) ** 2 / 4
+        self.t += 1
+        return self.look(), reward, self.t == 10, False, {}
+
+
+gym.register("Asked-v0", entry_point=Asked, disable_env_checker=True)
 
 
 @pytest.mark.parametrize("recipe, env_id", [
@@ -84,6 +127,18 @@ def test_reference_policy_pulls_and_pushes(cook, tmp_path):
     free = kl(runs(ppo, tmp_path / "free", **long))
     far = kl(runs(ppo, tmp_path / "far", repel_from=(str(old),), **long))
     assert near < 0.5 * free < 0.5 * far
+    with pytest.raises(ppo.UsageError, match="does not fit"):
+        runs(ppo, tmp_path / "other", "CartPole-v1", attract_to=(str(old),))
+
+
+@pytest.mark.parametrize("name, off", [
+    ("ppo_n_step_advantage", {}), ("ppo_noise_steps", {}), ("ppo_joint_actions", {}), ("ppo_wandb", {}),
+    ("ppo_reference_policy", {"reference_coef": 9.0}),
+])  # fmt: skip
+def test_a_recipe_whose_option_is_not_given_changes_nothing(cook, tmp_path, name, off):
+    runs(load_script("ppo"), tmp_path / "plain")
+    runs(cook(name), tmp_path / "run", **off)
+    assert equal(checkpoint(tmp_path / "run")["agent"], checkpoint(tmp_path / "plain")["agent"])
 
 
 def test_n_step_advantage_is_the_sum_of_n_errors(cook):
@@ -102,6 +157,61 @@ def test_n_step_advantage_is_the_sum_of_n_errors(cook):
                 if done[t + k, i]:
                     break
             assert got[t, i] == pytest.approx(float(total), abs=1e-5)
+
+
+def test_n_step_takes_the_place_of_lambda(cook, tmp_path):
+    """With one step the advantage is that of lambda 0."""
+    ppo = cook("ppo_n_step_advantage")
+    one, zero = dict(n_step=1, gae_lambda=0.7), dict(gae_lambda=0.0)
+    agents = [
+        checkpoint(runs(ppo, tmp_path / f"{i}", **x))["agent"]
+        for i, x in enumerate((one, zero, dict(n_step=5)))
+    ]
+    assert all(torch.allclose(x, agents[1][name], atol=1e-4) for name, x in agents[0].items())
+    assert not equal(agents[0], agents[2])
+
+
+def test_parts_of_a_joint_action_are_those_of_their_own_heads(cook):
+    ppo = cook("ppo_joint_actions")
+    torch.manual_seed(1)
+    to_action, space = ppo.action_map(Asked(nested=True).action_space)
+    head = ppo.JointHead(5, space, False, -0.5)
+    old, pi = head(torch.randn(7, 5), None), head(torch.randn(7, 5), None)
+    action = head.choose(pi, greedy=False)
+    assert action.shape == (7, *space.shape) == (7, 7) and len(pi) == 4
+    own = list(zip(head.heads, pi, action.split([1, 2, 2, 2], dim=1), strict=True))
+    for got, total in (
+        (head.log_prob(pi, action), sum(one.log_prob(x, part) for one, x, part in own)),
+        (head.entropy(pi), sum(one.entropy(x) for one, x, _ in own)),
+        (head.kl(old, pi), sum(one.kl(y, x) for (one, x, _), y in zip(own, old, strict=True))),
+    ):
+        torch.testing.assert_close(got, total)
+    assert all(Asked(nested=True).action_space.contains(to_action(x)) for x in action.detach().numpy())
+    greedy = head.choose(pi, greedy=True)
+    assert torch.equal(greedy[:, 0], pi[0].argmax(-1)[:, 0]) and torch.equal(greedy[:, 1:3], pi[1][:, :2])
+
+
+@pytest.mark.parametrize("nested, masked", [(False, False), (False, True), (True, False), (True, True)])
+def test_joint_actions_train_and_are_taken_in_the_environment_itself(cook, tmp_path, capsys, nested, masked):
+    ppo = cook("ppo_joint_actions")
+    kwargs = {"nested": nested, "masked": masked}
+    run = runs(ppo, tmp_path / "run", "Asked-v0", env_kwargs=kwargs, eval_episodes=3, sample_actions=masked)
+    text = "3 choices + 2 numbers" + " + 2 × 2 choices + 2 × 3 choices" * nested + ", masked" * masked
+    assert f"actions: {text} ·" in capsys.readouterr().out
+    args, policy = ppo.Args(**checkpoint(run)["args"]), ppo.load_policy(run)
+    args.sample_actions = False
+    returns, _ = ppo.evaluate(args, policy.agent)
+    assert play(policy, args) == pytest.approx(returns.tolist(), abs=1e-4)
+    batch = gym.vector.SyncVectorEnv([lambda: Asked(**kwargs)] * 3)
+    actions = policy(batch.reset(seed=args.eval_seed)[0])
+    assert batch.action_space.contains(actions)
+
+
+def test_joint_actions_are_learned(cook, tmp_path):
+    ppo = cook("ppo_joint_actions")
+    fast = dict(num_envs=16, num_minibatches=4, learning_rate=1e-2, anneal_lr=True, total_timesteps=4096)
+    run = runs(ppo, tmp_path / "run", "Asked-v0", eval_episodes=10, **fast)
+    assert progress(run)[-1]["eval/return_mean"] > 8
 
 
 def test_clip_value_is_the_larger_of_two_errors(fresh):
@@ -153,23 +263,29 @@ def test_softplus_entropy_hardly_pushes_a_narrow_policy(tmp_path):
 def test_a_window_shows_the_first_episode(cook, tmp_path, monkeypatch):
     ppo, shown = cook("ppo_render"), []
     monkeypatch.delenv("DISPLAY", raising=False), monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
-    with pytest.raises(ppo.UsageError, match="--render"):
+    with pytest.raises(ppo.UsageError, match="--render"):  # OpenCV aborts the process that tries
         runs(ppo, tmp_path / "blind", "probe_envs:Boundary-v0", render=True)
-    monkeypatch.setenv("DISPLAY", ":1")
+    assert not (tmp_path / "blind").exists(), "before the training"
+    monkeypatch.setattr(sys, "executable", "true")  # the process that tries succeeds
     monkeypatch.setattr(cv2, "imshow", lambda title, frame: shown.append((title, frame.shape)))
     monkeypatch.setattr(cv2, "waitKey", lambda milliseconds: shown.append(milliseconds))
+    monkeypatch.setattr(cv2, "destroyAllWindows", lambda: shown.append("closed"))
     runs(ppo, tmp_path / "run", "probe_envs:Boundary-v0", render=True, eval_episodes=3)
     length = probe_envs.boundary_length(0, 0)
-    assert shown == [("probe_envs:Boundary-v0", (48, 64, 3)), 50] * length
+    assert shown == [("probe_envs:Boundary-v0", (48, 64, 3)), 50] * length + ["closed"]
     assert not (tmp_path / "run/videos").exists()
 
 
 def test_wandb_follows_the_run(cook, tmp_path, wandb):
     ppo = cook("ppo_wandb")
     runs(ppo, tmp_path / "run", wandb_project="mine")
-    start, end = wandb
-    assert start["project"] == "mine" and start["id"] == "run" and start["config"]["num_envs"] == 2
-    assert start["sync_tensorboard"] and start["resume"] == "allow" and end == "finish"
+    (start, code), folder = wandb, str(tmp_path / "run")
+    assert start["project"] == "mine" and start["name"] == "run" and start["config"]["num_envs"] == 2
+    assert start["sync_tensorboard"] and start["resume"] == "allow" and code == 0
+    assert start["id"] == "-".join(re.findall(r"\w+", f"_{folder}"))[1:][-99:], "its own in the project"
+    with pytest.raises(KeyError):
+        runs(ppo, tmp_path / "fails", "probe_envs:Raises-v0")
+    assert wandb[2]["id"] != start["id"] and wandb[3] == 1
 
 
 def test_masked_actions_are_never_taken(fresh, tmp_path, monkeypatch):

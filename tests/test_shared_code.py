@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ALGOS, TESTS, load_script, tiny
+from conftest import ALGOS, TESTS, load_script
 
 ONE = '''"""Doc of one.
 
@@ -114,6 +114,7 @@ def test_a_new_child_is_its_parent_under_another_name_and_trains(folder):
     assert "python algos/idea.py" in child and "algos/ppo.py" not in child and "TODO" in child
     assert child.partition("import")[2] == (folder / "ppo.py").read_text().partition("import")[2]
     script = load_script("idea", folder / "idea.py")
-    assert len(script.train(tiny(script, total_timesteps=64))) == 2
+    few = dict(total_timesteps=64, num_steps=8, num_minibatches=2, eval_every=0, eval_episodes=2)
+    assert len(script.train(script.make_args("CartPole-v1", run_dir="run", **few))) == 2
     code, _, error = shared_code(folder, "--new", "idea", "--parent", "one")
     assert code == 2 and "idea.py" in error and (folder / "idea.py").read_text() == child

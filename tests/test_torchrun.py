@@ -100,10 +100,10 @@ def resume(script, rank):
 def same_data(script, seeds, file: str) -> None:
     """Environments i start from seeds[i] and actions follow from observations; the first gradient is kept."""
 
-    def start_segment(args, env_steps=0, old_envs=None):
-        script.set_seed(args.seed)
-        envs = script.make_envs(args, args.num_envs)
-        return envs, *envs.reset(seed=[seed + 1000 * env_steps for seed in seeds])
+    def start_segment(run):
+        script.set_seed(run.args.seed)
+        run.envs = script.make_envs(run.args, len(seeds))
+        return run.envs, *run.envs.reset(seed=[seed + 1000 * run.env_steps for seed in seeds])
 
     def clip_gradients(optimizer, max_norm):
         if not Path(file).exists():
@@ -111,7 +111,8 @@ def same_data(script, seeds, file: str) -> None:
             torch.save([p.grad.clone() for p in chain(*groups)], file)
         return clip(optimizer, max_norm)
 
-    clip, script.clip_gradients, script.start_segment = script.clip_gradients, clip_gradients, start_segment
+    clip, script.clip_gradients = script.clip_gradients, clip_gradients
+    script.Run.start_segment = start_segment
     script.Agent.act = lambda self, obs, info, greedy=True: (
         obs.sum(1) + 0.1 * np.sin(99 * obs[:, 0]) > 0
     ).astype(int)
@@ -136,21 +137,20 @@ def test_the_first_gradient_and_all_statistics_are_those_of_one_process_on_the_s
         assert torch.allclose(mine, expected, rtol=1e-4, atol=1e-6) and expected.abs().max() > 1e-4
     mine, expected = parts("team"), parts("run")
     assert mine["run"]["env_steps"] == expected["run"]["env_steps"] == 64
-    assert mine["agent"]["obs_norm.count"] == mine["reward_norm"]["count"] == 64
+    assert mine["agent"]["obs_norm.count"] == mine["reward_norm"]["statistics.count"] == 64
     for part in ("agent", "reward_norm"):
         for key, x in expected[part].items():
-            assert torch.allclose(mine[part][key], x, rtol=1e-4 if "norm" not in key else 1e-12, atol=1e-5), (
-                key
-            )
+            rtol = 1e-12 if "norm" in key or "statistics" in key else 1e-4
+            assert torch.allclose(mine[part][key], x, rtol=rtol, atol=1e-5), key
 
 
 def test_each_process_has_environments_and_noise_of_its_own_in_every_segment(name):
     def action(script, rank):
-        start, act, seen, first = script.start_segment, script.Agent.act, [], []
+        start, act, seen, first = script.Run.start_segment, script.Agent.act, [], []
 
-        def start_segment(*args):
+        def start_segment(run):
             first.append([])
-            return start(*args)
+            return start(run)
 
         def watched(self, obs, info, greedy=True):
             action = act(self, obs, info, greedy)
@@ -159,7 +159,7 @@ def test_each_process_has_environments_and_noise_of_its_own_in_every_segment(nam
                 first[-1] = first[-1] or [action.tolist()]
             return action
 
-        script.start_segment, script.Agent.act = start_segment, watched
+        script.Run.start_segment, script.Agent.act = start_segment, watched
         script.train(walk(name, "team", normalize_obs=False, checkpoint_every=8, total_timesteps=640))
         torch.save((seen, [action for segment in first for action in segment]), f"seen-{rank}.pt")
 
@@ -227,8 +227,8 @@ def test_what_cannot_be_split_is_refused(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, load_script(name))  # what is loaded now is of this test alone
     script = load_script.__wrapped__(name, PATCHED / f"{name}.py")
     monkeypatch.setattr(script, "SIZE", 3)
-    for change in (dict(num_envs=4), dict(num_envs=6, compile=True)):
-        with pytest.raises(script.UsageError, match="torchrun: 3 processes must divide --num-envs.*compile"):
+    for change in (dict(num_envs=4), dict(num_envs=6, cuda_graph=True)):
+        with pytest.raises(script.UsageError, match="torchrun: 3 processes must divide.*cuda-graph"):
             script.train(walk(name, **change))
     assert not Path("run").exists()
 
