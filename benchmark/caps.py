@@ -1,6 +1,5 @@
 """Measures how smooth the actions of trained policies of algos/sac.py are, and draws them.
 
-    git apply recipes/sac_caps.patch
     python benchmark/run.py --suite caps --jobs 2
     python benchmark/caps.py --out docs/img/caps.png
 
@@ -33,19 +32,18 @@ def smoothness(actions: np.ndarray) -> float:
 
 def play(sac, run: Path) -> tuple[list[np.ndarray], list[float]]:
     """Actions (T, A) and returns of the episodes that the last policy of a run plays without noise."""
-    args, policy = sac.parse_args(["--evaluate", str(run)]), sac.load_policy(run)
-    envs, space = sac.make_envs(args, 1), sac.gym.make(args.env_id).action_space
+    policy, env = sac.load_policy(run), sac.gym.make(sac.load(run)["args"]["env_id"])
     episodes, returns = [], []
     for episode in range(EPISODES):
-        (obs, info), done, actions, total = envs.reset(seed=FIRST_SEED + episode), False, [], 0.0
+        (obs, info), done, actions, total = env.reset(seed=FIRST_SEED + episode), False, [], 0.0
         while not done:
             action = policy(obs, info)
-            obs, reward, terminated, truncated, info = envs.step(action)
-            actions.append(space.low + (action[0] + 1) / 2 * (space.high - space.low))
-            done, total = bool(terminated[0] or truncated[0]), total + float(reward[0])
+            obs, reward, terminated, truncated, info = env.step(action)
+            actions.append(action)
+            done, total = terminated or truncated, total + float(reward)
         episodes.append(np.stack(actions))
         returns.append(total)
-    envs.close()
+    env.close()
     return episodes, returns
 
 

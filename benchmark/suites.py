@@ -48,7 +48,7 @@ CAPS = ("--caps-temporal", "5", "--caps-spatial", "5", "--caps-epsilon", "0.1")
 DDPG = ("--algorithm", "ddpg")
 TWIN = (*DDPG, "--twin-critics", "True")
 DELAY = (*TWIN, "--policy-delay", "2")
-GAUSSIAN = (*DELAY, "--noise", "gaussian")  # the exploration of TD3; that of DDPG is Ornstein-Uhlenbeck
+GAUSSIAN = (*DELAY, "--noise-type", "gaussian")  # exploration of TD3; DDPG has Ornstein-Uhlenbeck
 NOT_SLIPPERY = ("--env-kwargs", '{"is_slippery": false}')
 
 GRID = (
@@ -145,8 +145,7 @@ SUITES = {
         Cell("pearl", "HalfCheetahVel-v0", 200_000, seeds=5),
         Cell("pearl", "HalfCheetahDir-v0", 200_000, seeds=10),
     ],
-    # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them. First run
-    # `git apply recipes/sac_caps.patch`.
+    # The same SAC without and with smooth actions; benchmark/caps.py measures and draws them.
     "caps": [
         Cell("sac", "Pendulum-v1", 40_000, seeds=10, bar=-160),
         Cell("sac", "Pendulum-v1", 40_000, 10, -190, CAPS, "caps"),
