@@ -11,6 +11,7 @@ The ways into torch are private ones of PyTorch 2.13.
 """
 
 import contextlib
+import re
 import sys
 import types
 import warnings
@@ -346,7 +347,8 @@ def load(path: Path, source: str | None = None):
     script = types.ModuleType(path.stem)
     script.__file__ = str(path)
     sys.modules[path.stem] = script
-    text = (source or path.read_text()).replace("cuda", "vgpu").replace("inference_mode()", "no_grad()")
+    text = re.sub("cuda(?!_graph)", "vgpu", source or path.read_text())
+    text = text.replace("inference_mode()", "no_grad()")
     exec(compile(text, str(path), "exec"), vars(script))
     return script
 

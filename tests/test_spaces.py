@@ -265,6 +265,13 @@ PAIRS = [
 ]  # fmt: skip
 
 
+def start(policy, num_envs: int) -> None:
+    """Starts new episodes; a belief over tasks would be drawn at random."""
+    policy.reset()
+    if hasattr(policy.agent, "latent_dim"):
+        policy.info["z"] = torch.zeros(num_envs, policy.agent.latent_dim)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_a_policy_on_raw_observations_scores_as_the_evaluation_does(name):
     """Its actions are members of the action space; a batch of observations gives a batch of actions."""
@@ -283,11 +290,11 @@ def test_a_policy_on_raw_observations_scores_as_the_evaluation_does(name):
         play(policy, args, 1, greedy=False)
         vector = gym.make_vec(args.env_id, 3, vectorization_mode="sync", **args.env_kwargs)
         many, _ = vector.reset(seed=1)
-        policy.reset()
+        start(policy, 3)
         batch = policy(many)
         assert batch.dtype == vector.action_space.dtype and batch.shape == vector.action_space.shape
         for i, single in enumerate(gym.vector.utils.iterate(vector.observation_space, many)):
-            policy.reset()
+            start(policy, 1)
             one = policy(single)
             assert ACTIONS[action].contains(one) and np.allclose(one, batch[i], atol=1e-5)
         vector.close()
