@@ -164,7 +164,7 @@ def train(args: Args) -> np.ndarray:
     device = set_up(args)
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:  # without the memory that training takes
-        return Run(args, args.num_envs, agent=agent).evaluate()
+        return Run(args, agent=agent).evaluate()
     if args.learning_starts >= args.total_timesteps:
         flag = f"--learning-starts {args.learning_starts}"
         some = f"use {args.total_timesteps // 10} or so, or train longer"
@@ -231,7 +231,7 @@ def train(args: Args) -> np.ndarray:
     parts = dict(agent=agent, buffer=buffer, reward_norm=reward_norm)
     parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
     parts["alpha_optimizer"] = alpha_optimizer
-    with Run(args, args.num_envs, **parts) as run:
+    with Run(args, **parts) as run:
         if not args.auto_alpha:  # also where the resumed run had another one
             nn.init.constant_(agent.log_alpha, math.log(args.alpha))
         while run.pause():  # evaluates and saves when due; False at the end
@@ -279,7 +279,7 @@ def train(args: Args) -> np.ndarray:
                         metrics |= learn_actor(batch)
 
             # Log
-            if run.due(args.log_every, run.saved_at):
+            if run.due(args.log_every, run.logged_at):
                 run.log(metrics | {
                     "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
                     "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
@@ -1156,13 +1156,13 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
-    objects with state_dict and load_state_dict; agent is what plays.
+    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
     """
 
-    def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
-        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+    def __init__(self, args, **parts):
+        self.args, self.parts, self.signal, self.envs = args, parts, 0, None
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.saved_at = self.scored_at = self.logged_at = -1  # the step of the last one; -1: none so far
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last row of the log: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
@@ -1209,9 +1209,7 @@ class Run:
         for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
             process.join(0.1)  # one is gone; its exit code comes a moment later
         codes = [process.exitcode for process in processes]
-        quiet = (
-            contextlib.suppress(Exception) if error else contextlib.nullcontext()
-        )  # the first error counts
+        quiet = contextlib.suppress(Exception if error else ())  # the first error counts
         with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
             for number, handler in self.handlers.items():
                 last.callback(signal.signal, number, handler)
@@ -1339,8 +1337,8 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
-        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        """Whether the steps since the last time reached a multiple of every, or the end."""
+        now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
@@ -1379,7 +1377,7 @@ class Run:
             row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
-        self.seconds = time.perf_counter() - self.started_at
+        self.logged_at, self.seconds = self.env_steps, time.perf_counter() - self.started_at
         row["speed/steps_per_second"] = self.env_steps / self.seconds
         for name, value in row.items():
             self.writer.add_scalar(name, value, self.env_steps)
@@ -1397,7 +1395,7 @@ class Run:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        names = ("env_steps", "scored_at", "logged_at", "seconds", "best", "returns", "episodes")
         run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)

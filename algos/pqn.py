@@ -127,7 +127,7 @@ def train(args: Args) -> np.ndarray:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}")
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
-        return Run(args, batch_size, agent=agent).evaluate()
+        return Run(args, agent=agent).evaluate()
     graph = args.cuda_graph and device.type == "cuda"
     optimizer = Adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
     reward_norm = RewardNorm(args.gamma)
@@ -148,7 +148,7 @@ def train(args: Args) -> np.ndarray:
         }  # fmt: skip
 
     learn = CudaGraph(update) if graph else update
-    with Run(args, batch_size, agent=agent, optimizer=optimizer, reward_norm=reward_norm) as run:
+    with Run(args, agent=agent, optimizer=optimizer, reward_norm=reward_norm) as run:
         while run.pause():  # evaluates and saves when due; False at the end
             if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
                 envs, obs, info = run.start_segment()
@@ -946,13 +946,13 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    chunk is the number of environment steps between two pauses. parts are all that learning depends on,
-    objects with state_dict and load_state_dict; agent is what plays.
+    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
     """
 
-    def __init__(self, args, chunk: int, **parts):
-        self.args, self.chunk, self.parts, self.signal, self.envs = args, chunk, parts, 0, None
-        self.env_steps, self.saved_at, self.scored_at, self.seconds, self.best = 0, -1, -1, 0.0, -math.inf
+    def __init__(self, args, **parts):
+        self.args, self.parts, self.signal, self.envs = args, parts, 0, None
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.saved_at = self.scored_at = self.logged_at = -1  # the step of the last one; -1: none so far
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last row of the log: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
@@ -999,9 +999,7 @@ class Run:
         for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
             process.join(0.1)  # one is gone; its exit code comes a moment later
         codes = [process.exitcode for process in processes]
-        quiet = (
-            contextlib.suppress(Exception) if error else contextlib.nullcontext()
-        )  # the first error counts
+        quiet = contextlib.suppress(Exception if error else ())  # the first error counts
         with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
             for number, handler in self.handlers.items():
                 last.callback(signal.signal, number, handler)
@@ -1129,8 +1127,8 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the last chunk of steps reached a multiple of every, or the end; last: when it was done."""
-        now = self.finished or every > 0 and self.env_steps % every < self.chunk
+        """Whether the steps since the last time reached a multiple of every, or the end."""
+        now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
     def evaluate(self) -> np.ndarray:
@@ -1169,7 +1167,7 @@ class Run:
             row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
-        self.seconds = time.perf_counter() - self.started_at
+        self.logged_at, self.seconds = self.env_steps, time.perf_counter() - self.started_at
         row["speed/steps_per_second"] = self.env_steps / self.seconds
         for name, value in row.items():
             self.writer.add_scalar(name, value, self.env_steps)
@@ -1187,7 +1185,7 @@ class Run:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
         states = {name: part.state_dict() for name, part in parts.items()}
         self.check_finite(states["agent"])
-        names = ("env_steps", "scored_at", "seconds", "best", "returns", "episodes")
+        names = ("env_steps", "scored_at", "logged_at", "seconds", "best", "returns", "episodes")
         run = {name: getattr(self, name) for name in names}
         path = self.folder / name
         path.parent.mkdir(exist_ok=True)

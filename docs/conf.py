@@ -22,6 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from docutils import nodes
+from sphinx.errors import ExtensionError
 from sphinx.util.images import get_image_size
 
 DOCS = Path(__file__).parent
@@ -103,16 +104,16 @@ def part_of_script(found: re.Match) -> str:
     part, name, function = found[1], found[2], found[3]
     source = (ALGOS / f"{name}.py").read_text()
     lines, outer = source.splitlines(), {x.name: x for x in ast.parse(source).body if hasattr(x, "name")}
-    if function not in outer:  # the page is behind its script
-        return found[0]
+    if function not in outer:
+        raise ExtensionError(f"{found[0]}: algos/{name}.py has no {function}")
     inner = {x.name: x for x in outer[function].body if isinstance(x, ast.FunctionDef)}
     if node := outer.get(part) or inner.get(part):
         first, last = node.lineno - 1, node.end_lineno
     else:
         begins = "while run.pause():" if part == "Pause" else f"# {part}"
         phases = [i for i, line in enumerate(lines) if line.strip().startswith(begins)]
-        if len(phases) != 1:  # the page is behind its script
-            return found[0]
+        if len(phases) != 1:
+            raise ExtensionError(f"{found[0]}: algos/{name}.py has {len(phases)} parts of this name")
         first, last = phases[0], lines.index("", phases[0])
     code = textwrap.dedent("\n".join(lines[first:last]))
     return f"{found[0]}\n~~~~{{code-block}} python\n:lineno-start: {first + 1}\n\n{code}\n~~~~\n"

@@ -363,9 +363,9 @@ def seen(monkeypatch):
     Latest.run = None
     for module in map(load_script, NAMES):
 
-        def watched(run, args, chunk, init=module.Run.__init__, **parts):
+        def watched(run, args, init=module.Run.__init__, **parts):
             Latest.run = run
-            init(run, args, chunk, **parts)
+            init(run, args, **parts)
 
         monkeypatch.setattr(module.Run, "__init__", watched)
     return Latest()

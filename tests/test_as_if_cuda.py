@@ -68,8 +68,10 @@ def train(script, folder: str, steps: int | None = None, resume: bool = False, *
     """Trains, or resumes, with these arguments; until env_steps is steps, as if a signal had come."""
     args = tiny(script, folder, **{**SHORT, **fields})
     if resume:
-        graph = ["--cuda-graph" if args.cuda_graph else "--no-cuda-graph"] if has(script, "cuda_graph") else []
-        args = script.parse_args(["--resume", folder, "--device", args.device, *graph])
+        words = ["--resume", folder, "--device", args.device]
+        if has(script, "cuda_graph"):
+            words.append("--cuda-graph" if args.cuda_graph else "--no-cuda-graph")
+        args = script.parse_args(words)
     finished = script.Run.finished
     script.Run.finished = property(lambda run: finished.fget(run) or bool(steps) and run.env_steps >= steps)
     script.train(args)

@@ -83,9 +83,9 @@ def seen(monkeypatch):
     """The parts of the last Run, by name, as they are at any time."""
     found, init = {}, pearl.Run.__init__
 
-    def watched(self, args, chunk, **parts):
+    def watched(self, args, **parts):
         found.update(parts)
-        init(self, args, chunk, **parts)
+        init(self, args, **parts)
 
     monkeypatch.setattr(pearl.Run, "__init__", watched)
     Tagged.rounds.clear()

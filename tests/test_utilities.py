@@ -179,7 +179,7 @@ def test_a_segment_depends_on_seed_and_step_alone(ppo):
     args, draws = tiny(ppo), []
     for env_steps, seed in ((64, 1), (64, 1), (128, 1), (64, 2)):
         np.random.random(7), torch.rand(7), random.random()
-        run = ppo.Run(replace(args, seed=seed), 64, agent=torch.nn.Identity())
+        run = ppo.Run(replace(args, seed=seed), agent=torch.nn.Identity())
         run.env_steps = env_steps
         envs, obs, _ = run.start_segment()
         actions = [envs.action_space.sample().tolist() for _ in range(8)]
@@ -192,7 +192,7 @@ def test_a_segment_depends_on_seed_and_step_alone(ppo):
 
 
 def test_a_segment_closes_the_environments_of_the_one_before(ppo):
-    run = ppo.Run(tiny(ppo), 64, agent=torch.nn.Identity())
+    run = ppo.Run(tiny(ppo), agent=torch.nn.Identity())
     first, *_ = run.start_segment()
     second, *_ = run.start_segment()
     assert first.closed and not second.closed
@@ -612,9 +612,9 @@ def test_evaluate_writes_nothing(ppo):
 
 
 def test_due_is_true_once_for_each_multiple(ppo):
-    run = ppo.Run(tiny(ppo, total_timesteps=10**6), 1, agent=torch.nn.Identity())
+    run = ppo.Run(tiny(ppo, total_timesteps=10**6), agent=torch.nn.Identity())
     for chunk in (1, 3, 7, 64):
-        run.chunk, done_at = chunk, []
+        done_at = []
         for run.env_steps in range(0, 1000, chunk):
             if run.due(100, done_at[-1] if done_at else -1):
                 assert not run.due(100, run.env_steps)  # not twice at one step
