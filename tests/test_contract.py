@@ -220,9 +220,8 @@ def test_without_checkpoints_and_evaluations_there_is_one_of_each_at_the_end(scr
 
 
 def test_an_environment_that_never_ends_trains_and_is_evaluated(script):
-    few = dict.fromkeys(
-        ("eval_max_steps", "horizon", "max_steps", "expert_max_steps", "member_max_steps"), 50
-    )
+    limits = "eval_max_steps horizon max_steps expert_max_steps max_episode_steps".split()
+    few = dict.fromkeys(limits, 50)
     returns = script.train(tiny(script, **probe(script, "Endless"), **few, eval_every=0))
     assert returns.tolist() == [50, 50]
 
