@@ -746,6 +746,9 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        spec = gym.registry.get(args.env_id)
+        if spec and "ale_py" in str(spec.entry_point):  # where ale_py was imported before
+            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
         if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False

@@ -406,6 +406,8 @@ def test_a_seed_that_no_library_takes_is_refused_in_one_line(script, words, caps
     ("PongDeterministic-v4", "ALE/Pong-v5"), ("LunarLander-v2", "LunarLander-v3"),
 ])  # fmt: skip
 def test_an_environment_of_yesterday_is_named_as_it_is_today(ppo, env_id, today, capsys):
+    """Also after ale_py was imported, which has its games under their old names, too."""
+    ppo.todays_name("Pong")
     assert call_main(ppo, "--env-id", env_id) == 2
     err = capsys.readouterr().err.strip()
     assert f"Today it is {today}" in err and len(err.splitlines()) == 1
