@@ -30,9 +30,9 @@ VALUES = dict(
     learning_starts=128, log_std_init=1.0, buffer_size=100, newest_channels=1, memory_span=4,
     grid_size=(3, 3), total_timesteps=256, obs_low=(-9.0, 0.0), obs_high=(9.0, 9.0),
     train_every=8, random_hold=2, exploration_fraction=1.0, eval_seed=5, cg_iterations=1, max_backtracks=1,
-    dropped_quantiles=3, renorm_warmup=2, num_train_tasks=3, inner_steps=2, validation_share=0.5, num_minibatches=1,
-    num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False, clip_coef=1e-3,
-    cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9,
+    dropped_quantiles=3, renorm_warmup=2, num_train_tasks=3, inner_steps=2, validation_share=0.5,
+    num_minibatches=1, num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False,
+    clip_coef=1e-3, cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9,
 )  # fmt: skip
 NUMBERS = dict(env_kwargs={"actions": "discrete"})
 BOX, FIXED_ALPHA, BONUS = dict(env_kwargs={"actions": "box"}), dict(auto_alpha=False), dict(entropy_coef=0.5)

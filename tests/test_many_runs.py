@@ -46,8 +46,8 @@ def main():
     fresh = {"scale": 2, "offset": 0, "pace": 0.1, **words, "step": 0, "sum": 0.0}
     state = json.loads((Path(old) / "checkpoint.pt").read_text()) if old else fresh
     if "evaluate" in words:
-        mean, episodes = state["sum"], words["eval-episodes"]
-        print(f"return_mean {mean} return_std 0 return_min {mean} return_max {mean} over {episodes} episodes")
+        told = {f"eval/return_{x}": state["sum"] for x in ("mean", "std", "min", "max")}
+        print(json.dumps(told | dict(step=state["step"], episodes=int(words["eval-episodes"]))))
         return
     folder = Path(old or words["run-dir"])
     folder.mkdir(parents=True, exist_ok=True)
