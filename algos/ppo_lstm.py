@@ -10,8 +10,8 @@ Differences from the papers:
  3. Gradients flow back to the start of the episode or of the rollout, whichever is later. A rollout starts
     from the memory that the policy of that time left; it is not computed anew.
  4. V(m_{t+1}) takes the memory one step further with the true successor, final observations included.
- 5. The memory sees observations only, neither the last action nor the last reward. With memory_span its
-    keep gates start open, each for a different time (Tallec and Ollivier 2018, arXiv 1804.11188).
+ 5. The memory sees observations only, neither the last action nor the last reward. Its keep
+    gates start open, each for a different time (Tallec and Ollivier 2018, arXiv 1804.11188).
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
 """
@@ -102,7 +102,7 @@ class Args:
     activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
     memory: Literal["lstm", "gru"] = "lstm"  # behind the hidden layers, before the last one
     memory_size: Count = 64  # units of each memory
-    memory_span: Count = 1  # most steps for which an untrained memory keeps what it has seen
+    memory_span: Count = 64  # most steps for which an untrained memory keeps what it has seen
     shared_trunk: bool = False  # actor and critic share the memory and all layers but the last
     log_std_init: float = -1.0  # initial log standard deviation of Box actions
     normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
@@ -516,16 +516,16 @@ class RewardNorm(nn.Module):
 TUNED = {
     "benchmark.hidden_envs:CartPoleNoVel-v1": dict(
         total_timesteps=100_000, num_steps=64, num_minibatches=8, learning_rate=1e-3, gamma=0.98,
-        gae_lambda=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True, anneal_lr=True,
-        eval_every=25_000),
+        gae_lambda=0.9, hidden_sizes=(64,), memory_span=1, normalize_obs=True, normalize_reward=True,
+        anneal_lr=True, eval_every=25_000),
     "benchmark.hidden_envs:PendulumNoVel-v1": dict(
         total_timesteps=100_000, num_envs=20, num_steps=200, num_minibatches=20,
-        learning_rate=1e-3, gamma=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
-        anneal_lr=True, log_std_init=0.0, eval_every=25_000),
+        learning_rate=1e-3, gamma=0.9, hidden_sizes=(64,), memory_span=1, normalize_obs=True,
+        normalize_reward=True, anneal_lr=True, log_std_init=0.0, eval_every=25_000),
     "benchmark.hidden_envs:MountainCarContinuousNoVel-v0": dict(
         total_timesteps=300_000, num_envs=8, num_steps=256, num_minibatches=8, learning_rate=1e-3,
-        gamma=0.999, gae_lambda=0.9, hidden_sizes=(64,), normalize_obs=True, normalize_reward=True,
-        anneal_lr=True, log_std_init=1.0, eval_every=30_000),
+        gamma=0.999, gae_lambda=0.9, hidden_sizes=(64,), memory_span=1, normalize_obs=True,
+        normalize_reward=True, anneal_lr=True, log_std_init=1.0, eval_every=30_000),
     "benchmark.hidden_envs:TMaze-v0": dict(
         total_timesteps=60_000, num_envs=32, learning_rate=2e-3, hidden_sizes=(64,), memory_size=32,
         memory_span=128, shared_trunk=True, eval_every=20_000),

@@ -132,4 +132,5 @@ for name, (entries, max_steps) in NO_VELOCITY.items():
     gym.register(name.replace("-", "NoVel-"), entry_point=maker, max_episode_steps=max_steps)
 gym.register("TMaze-v0", entry_point=TMaze)
 gym.register("Recall-v0", entry_point=Recall)
+gym.register("LongRecall-v0", entry_point=Recall, kwargs=dict(delay=40))
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)
