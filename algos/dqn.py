@@ -469,9 +469,9 @@ class FrameBuffer:
         needed = size * (math.prod(frame) * obs_space.dtype.itemsize + 8 + 8 + 1 + 8)  # of the arrays below
         needed += 9 * size * args.per  # leaves of the tree and the sums above
         free = free_memory(torch.device("cpu"))
-        text = f"the replay buffer takes {needed / 1e9:.3g} GB, {free / 1e9:.3g} GB are free"
+        text = f"replay buffer: {size:,} transitions, {needed / 1e9:.3g} of {free / 1e9:.3g} GB free"
         if needed > free:
-            raise UsageError(f"{text}: use a smaller --buffer-size")
+            raise UsageError(f"{text}; use a smaller --buffer-size")
         say(text)
         self.obs = np.zeros((size, *frame), obs_space.dtype)
         self.action, self.reward = np.zeros(size, np.int64), np.zeros(size)
@@ -679,7 +679,8 @@ class Layout(Box):
 
     def __str__(self):
         images = [f"image {'×'.join(map(str, image))}" for image in self.images]
-        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
 
 
 def leaves(space, x=None):
@@ -1431,7 +1432,8 @@ class Run:
 def action_text(space) -> str:
     """What a policy decides, for people."""
     if isinstance(space, Box):
-        return f"{math.prod(space.shape)} numbers"
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
     return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 

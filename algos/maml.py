@@ -693,7 +693,8 @@ class Layout(Box):
 
     def __str__(self):
         images = [f"image {'×'.join(map(str, image))}" for image in self.images]
-        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
 
 
 def leaves(space, x=None):
@@ -1433,7 +1434,8 @@ class Run:
 def action_text(space) -> str:
     """What a policy decides, for people."""
     if isinstance(space, Box):
-        return f"{math.prod(space.shape)} numbers"
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
     return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 

@@ -706,7 +706,8 @@ class Layout(Box):
 
     def __str__(self):
         images = [f"image {'×'.join(map(str, image))}" for image in self.images]
-        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
 
 
 def leaves(space, x=None):
@@ -985,10 +986,10 @@ class TaskBuffer:
         count, width = len(tasks) * self.size, obs * (1 + args.next_obs_in_context) + action + 1
         needed = 4 * (count * (2 * obs + action + 2) + len(tasks) * context_steps * width)
         free = free_memory(self.device)
-        text = f"{count:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {self.device}"
+        text = f"replay buffer: {count:,} transitions, {needed / 1e9:.3g} of {free / 1e9:.3g} GB free"
         if needed > free:
-            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
-        say(f"a replay buffer of {text}")
+            raise UsageError(f"{text}; use a smaller --buffer-size")
+        say(text)
         zeros = lambda *shape: torch.zeros(*shape, device=self.device)
         self.data = dict(
             obs=zeros(count, obs), action=zeros(count, action), reward=zeros(count),
@@ -1553,7 +1554,8 @@ class Run:
 def action_text(space) -> str:
     """What a policy decides, for people."""
     if isinstance(space, Box):
-        return f"{math.prod(space.shape)} numbers"
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
     return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 

@@ -354,7 +354,8 @@ class Critic(nn.Module):
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.features = Trunk(obs_space, (), args.activation)  # the numbers, and a CNN's features of images
-        sizes = [self.features.width + action_space.shape[0], *(args.critic_sizes or args.hidden_sizes), 1]
+        hidden_sizes = args.hidden_sizes if args.critic_sizes is None else args.critic_sizes
+        sizes = [self.features.width + action_space.shape[0], *hidden_sizes, 1]
         self.layers = nn.ModuleList(StackedLinear(2, *size) for size in pairwise(sizes))
         self.activation = getattr(F, args.activation)
 
@@ -534,7 +535,8 @@ class Layout(Box):
 
     def __str__(self):
         images = [f"image {'×'.join(map(str, image))}" for image in self.images]
-        return " + ".join(images + ([f"{self.sizes[0]} numbers"] if self.sizes[0] else []))
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
 
 
 def leaves(space, x=None):
@@ -812,10 +814,10 @@ class ReplayBuffer:
         obs_bytes = math.prod(obs_space.shape) * obs_space.dtype.itemsize
         needed = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 3 * 4)
         free = free_memory(device)
-        text = f"{self.size:,} transitions takes {needed / 1e9:.2f} of {free / 1e9:.2f} GB free on {device}"
+        text = f"replay buffer: {self.size:,} transitions, {needed / 1e9:.3g} of {free / 1e9:.3g} GB free"
         if needed > free:
-            raise UsageError(f"a replay buffer of {text}: use a smaller --buffer-size")
-        say(f"a replay buffer of {text}")
+            raise UsageError(f"{text}; use a smaller --buffer-size")
+        say(text)
         empty = lambda *shape, dtype=torch.float32: torch.empty(self.size, *shape, dtype=dtype, device=device)
         obs_dtype = torch.uint8 if obs_space.dtype == np.uint8 else torch.float32
         self.data = dict(
@@ -1385,7 +1387,8 @@ class Run:
 def action_text(space) -> str:
     """What a policy decides, for people."""
     if isinstance(space, Box):
-        return f"{math.prod(space.shape)} numbers"
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
     return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
 
 

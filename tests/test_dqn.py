@@ -327,7 +327,7 @@ def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled
     monkeypatch.setattr(dqn, "free_memory", lambda device: 7.5e9)
     trained, buffer = quick(), make()
     needed = sum(x.nbytes for x in vars(buffer).values() if hasattr(x, "nbytes") and len(x) == 10**6)
-    assert 7e9 < needed < 7.5e9 and f"{needed / 1e9:.3g} GB, 7.5 GB are free" in capsys.readouterr().out
+    assert 7e9 < needed < 7.5e9 and f"{needed / 1e9:.3g} of 7.5 GB free" in capsys.readouterr().out
     state = buffer.state_dict()  # its storages are what torch saves
     assert sum(x.untyped_storage().nbytes() for x in state.values() if torch.is_tensor(x)) < 10_000
     for other in (make(buffer_size=90_000), make(num_envs=2)):
