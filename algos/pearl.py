@@ -1301,7 +1301,7 @@ class Run:
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at = self.scored_at = self.logged_at = -1  # the step of the last one; -1: none so far
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last row of the log: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress

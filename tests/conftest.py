@@ -6,6 +6,7 @@ PLAINRL_ALGOS names another folder of scripts, such as a copy with a mistake put
 import importlib.util
 import inspect
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -58,13 +59,19 @@ def load_policy(path):
 
 
 # ---------------------------------------------------------------------------------------------------- scripts
-@cache
 def load_script(name: str, path: Path | None = None):
-    """A script of ALGOS as a module, under the name of its file."""
-    spec = importlib.util.spec_from_file_location(name, path or ALGOS / f"{name}.py")
+    """A script of ALGOS, or another file, as the module of this name."""
+    sys.modules[name] = module = load_once(name, path or ALGOS / f"{name}.py")
+    return module
+
+
+@cache
+def load_once(name: str, path: Path):
+    spec = importlib.util.spec_from_file_location(name, path)
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    AGENTS[name] = getattr(module, "Agent", None)  # a test may put another one in its place
+    if path.parent == ALGOS:
+        AGENTS[name] = module.Agent  # a test may put another one in its place
     return module
 
 
@@ -392,7 +399,8 @@ def drawn(record):
 
 @pytest.fixture(autouse=True)
 def empty_folder(tmp_path, monkeypatch):
-    """Each test works in an empty folder; signals, the path and the probes are as before after it."""
+    """Each test works in an empty folder and leaves no process; signals, the path and the probes are as they
+    were after it."""
     folder = tmp_path / "work"
     folder.mkdir()
     monkeypatch.chdir(folder)
@@ -400,6 +408,10 @@ def empty_folder(tmp_path, monkeypatch):
     path = list(sys.path)
     probe_envs.forget(), odd_envs.forget()
     yield folder
+    left = multiprocessing.active_children()
+    for process in left:  # they would keep others waiting
+        process.kill()
     sys.path[:] = path
     for number, handler in handlers.items():
         signal.signal(number, handler)
+    assert not left, "the test left processes"

@@ -12,7 +12,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ROOT, checkpoint, equal, load_script, play, progress, script_of
+from conftest import ALGOS, ROOT, checkpoint, equal, load_once, load_script, play, progress, script_of
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 from torch.distributions import Categorical
 from torch.nn import functional as F
@@ -42,7 +42,7 @@ def fresh(monkeypatch):
 
     def load(name):
         monkeypatch.setitem(sys.modules, name, load_script(name))
-        return load_script.__wrapped__(name)
+        return load_once.__wrapped__(name, ALGOS / f"{name}.py")
 
     return load
 

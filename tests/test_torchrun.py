@@ -29,6 +29,7 @@ from conftest import (
     equal,
     flags,
     fork,
+    load_once,
     load_script,
     parts,
     progress,
@@ -225,7 +226,7 @@ def test_the_prediction_of_speed_is_the_formula_that_it_names(monkeypatch):
 # ------------------------------------------------------------------------------------------------- processes
 def test_what_cannot_be_split_is_refused(name, monkeypatch):
     monkeypatch.setitem(sys.modules, name, load_script(name))  # what is loaded now is of this test alone
-    script = load_script.__wrapped__(name, PATCHED / f"{name}.py")
+    script = load_once.__wrapped__(name, PATCHED / f"{name}.py")
     monkeypatch.setattr(script, "SIZE", 3)
     for change in (dict(num_envs=4), dict(num_envs=6, cuda_graph=True)):
         with pytest.raises(script.UsageError, match="torchrun: 3 processes must divide.*cuda-graph"):
