@@ -63,7 +63,7 @@ TASKS = {  # the most important first, in case the time runs out
     "tqc HalfCheetah": Task("tqc", CHEETAH),
     "crossq HalfCheetah": Task("crossq", CHEETAH),
 }
-SIDES = {"GPU": "--device cuda", "GPU, graph": "--device cuda --compile", "CPU": "--device cpu"}
+SIDES = {"GPU": "--device cuda", "GPU, graph": "--device cuda --cuda-graph", "CPU": "--device cpu"}
 TRAININGS = {  # cells of the suites by variant: 1_step, 4_step, 4_step_double, ...
     cell.variant: cell
     for cell in SUITES["dqn_pong"] + SUITES["dqn_pong_variants"]

@@ -27,7 +27,7 @@ def train(name: str, folder: str, device: str, graph: bool = False, **fields) ->
     """Trains for about ten updates. Returns the parameters and the last row of losses in the log."""
     script, short = load_script(name), dict(num_steps=3) if name == "a2c" else {}
     words = flags(tiny(script, folder, device=device, **TEN_UPDATES | short | fields))
-    script.train(script.parse_args(words + ["--compile"] * graph))
+    script.train(script.parse_args(words + ["--cuda-graph"] * graph))
     rows = [row for row in progress(folder) if any(key.startswith("loss/") for key in row)]
     return {name: x.double() for name, x in checkpoint(folder)["agent"].items()} | rows[-1]
 
@@ -132,7 +132,7 @@ def test_a_run_moves_to_the_gpu_and_back(name, graph):
     script = load_script(name)
     for steps, device in ((128, "cuda"), (192, "cpu")):
         words = ["--resume", "run", "--device", device, "--total-timesteps", str(steps)]
-        script.train(script.parse_args(words + ["--compile"] * graph))
+        script.train(script.parse_args(words + ["--cuda-graph"] * graph))
     assert checkpoint("run")["run"]["env_steps"] >= 192
 
 
@@ -144,7 +144,7 @@ def test_the_learning_curve_is_that_of_the_cpu_within_noise(graph):
         for seed in (1, 2, 3):
             run_dir = f"{device}-{seed}"
             run = ["--seed", str(seed), "--run-dir", run_dir, "--device", device]
-            script.train(script.parse_args(words + run + ["--compile"] * graph))
+            script.train(script.parse_args(words + run + ["--cuda-graph"] * graph))
             rows = [row["train/episode_return"] for row in progress(run_dir) if "train/episode_return" in row]
             returns[device].append(np.mean(rows[-len(rows) // 4 :]))
     cpu, gpu = np.mean(returns["cpu"]), np.mean(returns["cuda"])
