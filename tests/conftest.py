@@ -71,7 +71,7 @@ def load_once(name: str, path: Path):
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if path.parent == ALGOS:
-        AGENTS[name] = module.Agent  # a test may put another one in its place
+        AGENTS.setdefault(name, module.Agent)  # a test may put another one in its place
     return module
 
 

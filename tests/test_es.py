@@ -13,7 +13,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import ALGOS, checkpoint, equal, fork, load_script, parts, progress, tiny, wait
+from conftest import ALGOS, checkpoint, equal, fork, load_once, load_script, parts, progress, tiny, wait
 from gymnasium.spaces import Box, Discrete, MultiDiscrete
 
 
@@ -252,7 +252,7 @@ def team(size, args, rank_1=None) -> list[int]:
 
     def process(rank):
         os.environ.update(place, RANK=str(rank))
-        es = load_script("es", ALGOS / "es.py")  # anew: it looks for its place when it is loaded
+        es = load_once.__wrapped__("es", ALGOS / "es.py")  # anew: it looks for its place when it is loaded
         es.train(es.Args(**vars(rank_1 if rank == 1 and rank_1 else args)))
 
     pids = [fork(lambda rank=rank: process(rank), Path(f"output-{rank}")) for rank in range(size)]
