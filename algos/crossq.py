@@ -750,7 +750,8 @@ def todays_name(env_id: str) -> str:
     """A hint where an environment has another name today, as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
-    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", env_id))
+    name = env_id.rpartition(":")[2].removeprefix("ALE/")
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
@@ -771,12 +772,11 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        spec = gym.registry.get(args.env_id)
-        if spec and "ale_py" in str(spec.entry_point):  # where ale_py was imported before
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
         if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
+        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
+            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
         if env.choices:  # whether info has a mask, only a reset tells
             env.reset()
             mask_in_info = "action_mask" in env.info

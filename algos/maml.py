@@ -27,7 +27,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+#     "torch>=2.11", "gymnasium[mujoco]>=1.4", "numpy", "opencv-python>=5", "tensorboard", "tqdm", "tyro",
 # ]
 # ///
 

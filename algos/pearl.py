@@ -25,7 +25,7 @@ Differences from the paper:
 # /// script
 # requires-python = ">=3.10"
 # dependencies = [
-#     "torch>=2.6", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "numpy", "opencv-python>=5",
 #     "psutil", "tensorboard", "tqdm", "tyro",
 # ]
 # ///

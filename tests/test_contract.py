@@ -272,6 +272,8 @@ def test_a_script_lists_the_packages_that_it_imports_and_nothing_of_the_project(
     source = (ALGOS / f"{name}.py").read_text()
     block = re.search(r"^# /// script\n((?:#.*\n)+?)# ///$", source, re.M)[1]
     assert 'requires-python = ">=3.10"' in block
+    least = re.search(r"tried with torch (\S+) and", (ROOT / "README.md").read_text())[1]
+    assert f'"torch>={least}"' in block
     listed = re.findall(r'"([^"]+)"', block.partition("dependencies")[2])
     names = set()
     for node in ast.walk(ast.parse(source)):

@@ -47,7 +47,7 @@ CONTEXT = dict(  # what a field needs, to matter
     obs_low=NUMBERS, obs_high=NUMBERS, clip_positive_returns=dict(reward_scale=10.0),
     epsilon_start=dict(exploration_fraction=1.0), sample_actions=dict(epsilon_end=0.9),
     num_test_tasks=dict(eval_episodes=4),
-)  # fmt: skip
+) | {"bc loss": BOX}  # fmt: skip
 
 
 def other(script, field) -> dict:
@@ -87,9 +87,8 @@ PAIRS = [
 
 @pytest.mark.parametrize("name, field", PAIRS, ids=lambda x: getattr(x, "name", x))
 def test_another_value_is_another_training(name, field):
-    script, context = load_script(name), CONTEXT.get(field.name, {})
-    if name == "bc" and field.name == "loss":  # one is for numbers
-        context = BOX
+    script = load_script(name)
+    context = CONTEXT.get(f"{name} {field.name}") or CONTEXT.get(field.name, {})
     if (key := (name, str(context))) not in BASES:
         BASES[key] = trained(name, **context)
     (agent, log), (other_agent, other_log) = BASES[key], trained(name, **context, **other(script, field))
@@ -97,3 +96,12 @@ def test_another_value_is_another_training(name, field):
         assert not equal(log, other_log)
     else:
         assert not equal(agent, other_agent)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if hasattr(load_script(name), "clip_gradients")])
+def test_every_gradient_is_clipped_at_the_norm_that_was_asked_for(name, monkeypatch):
+    script, norms = load_script(name), []
+    clip = script.clip_gradients
+    monkeypatch.setattr(script, "clip_gradients", lambda x, norm: norms.append(norm) or clip(x, norm))
+    trained(name, max_grad_norm=0.123, auto_alpha=False)  # the temperature is not clipped
+    assert set(norms) == {0.123}

@@ -404,6 +404,7 @@ def test_a_seed_that_no_library_takes_is_refused_in_one_line(script, words, caps
 @pytest.mark.parametrize("env_id, today", [
     ("BreakoutNoFrameskip-v4", "ALE/Breakout-v5"), ("Pendulum-v0", "Pendulum-v1"),
     ("PongDeterministic-v4", "ALE/Pong-v5"), ("LunarLander-v2", "LunarLander-v3"),
+    ("ale_py:BreakoutNoFrameskip-v4", "ALE/Breakout-v5"), ("ale_py:ALE/Pong-v5", "ALE/Pong-v5"),
 ])  # fmt: skip
 def test_an_environment_of_yesterday_is_named_as_it_is_today(ppo, env_id, today, capsys):
     """Also after ale_py was imported, which has its games under their old names, too."""
