@@ -583,6 +583,14 @@ def test_a_step_is_shrunk_until_it_is_good_or_not_taken(trpo):
         assert result[0] == 0 and torch.equal(x, before[0]) and torch.equal(y, before[1])
 
 
+def test_a_whole_step_of_trpo_spends_what_the_kl_may_be(trpo):
+    """Where the KL is all but quadratic, 1/2 x H x = max_kl holds before any search."""
+    few = dict(total_timesteps=320, cg_iterations=50, cg_tolerance=0.0, hvp_damping=0.0, max_kl=1e-4)
+    quick(trpo, env_kwargs={"actions": "box"}, hidden_sizes=(), **few)
+    rows = [row for row in progress() if row.get("policy/step_share") == 1]
+    assert rows and [row["policy/kl"] for row in rows] == pytest.approx([1e-4] * len(rows), rel=0.1)
+
+
 def test_each_step_of_trpo_keeps_to_its_limit_and_improves(trpo):
     quick(trpo, env_kwargs={"actions": "box"}, total_timesteps=640, max_kl=0.02, hvp_damping=1e-3)
     rows = updates()
