@@ -113,7 +113,7 @@ def test_any_two_recipes_for_one_script_apply_together_and_train(cook, tmp_path,
     runs(cook(one, other), tmp_path / "run", "CartPole-v1")
 
 
-def test_reference_policy_pulls_and_pushes(cook, tmp_path):
+def test_reference_policy_pulls_and_pushes(cook, tmp_path, monkeypatch):
     ppo = cook("ppo_reference_policy")
     old = runs(ppo, tmp_path / "old", num_steps=64)
     probe = torch.randn(64, 3)
@@ -129,6 +129,15 @@ def test_reference_policy_pulls_and_pushes(cook, tmp_path):
     assert near < 0.5 * free < 0.5 * far
     with pytest.raises(ppo.UsageError, match="does not fit"):
         runs(ppo, tmp_path / "other", "CartPole-v1", attract_to=(str(old),))
+    orders, kl_of = set(), ppo.GaussianHead.kl
+
+    def watched(head, first, second):
+        orders.add((first.requires_grad, second.requires_grad))
+        return kl_of(head, first, second)
+
+    monkeypatch.setattr(ppo.GaussianHead, "kl", watched)
+    runs(ppo, tmp_path / "watched", attract_to=(str(old),), num_steps=64)
+    assert orders == {(False, True)}  # KL(saved || policy), not the other way round
 
 
 @pytest.mark.parametrize("name, off", [
