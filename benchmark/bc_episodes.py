@@ -15,7 +15,7 @@ from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
 EXPERTS = {"CartPole-v1": ("ppo", 2_000), "Pendulum-v1": ("sac", 5_000)}
-EPISODES, SEEDS = {"behavioural cloning": (1, 2, 5, 17), "DAgger": (2, 5, 17)}, (1, 2, 3)
+EPISODES, SEEDS = {"behavioral cloning": (1, 2, 5, 17), "DAgger": (2, 5, 17)}, (1, 2, 3)
 TABLE = ROOT / "benchmark/results/bc_episodes.csv"
 
 

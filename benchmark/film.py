@@ -1,9 +1,9 @@
-"""Makes a small animated picture, which every browser and GitHub show, of the film of an evaluation.
+"""Makes a small animated picture, which every browser and GitHub show, of the video of an evaluation.
 
     python algos/ppo.py --evaluate runs/demo --capture-video --eval-episodes 1
-    python benchmark/film.py runs/demo/videos/50000-seed10000000.mp4 --out docs/img/film_ppo.webp
+    python benchmark/film.py runs/demo/videos/50000-seed10000000.webm --out docs/img/film_ppo.webp
 
-It keeps the pace: where the film has more frames in a second, some are left out.
+It keeps the pace: where the video has more frames in a second, some are left out.
 """
 
 import argparse

@@ -10,7 +10,7 @@ evaluations of all seeds of the suite, on 100 goals, before and after each step.
 
 import argparse
 import csv
-import re
+import json
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +36,9 @@ def returns_of(cell) -> dict[int, list[float]]:
         log = folder(cell, seed).with_suffix(".log")
         lines = log.read_text().splitlines() if log.exists() else []
         for line in lines:
-            if "over 100 episodes" in line:
-                found[seed] = [float(x) for x in re.findall(r"return_after_\d+ (\S+)", line)]
+            result = json.loads(line) if line.startswith("{") else {}
+            if result.get("episodes") == 100:
+                found[seed] = [x for name, x in result.items() if "return_after_" in name]
     return found
 
 

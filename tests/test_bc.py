@@ -37,7 +37,7 @@ def bc():
 
 
 def short(bc, env="Walk", run_dir="run", env_kwargs=None, **changes):
-    """Arguments of behavioural cloning on a probe, evaluated at the end only."""
+    """Arguments of behavioral cloning on a probe, evaluated at the end only."""
     plain = dict(env_id=f"probe_envs:{env}-v0", env_kwargs=env_kwargs or {}, eval_every=0, checkpoint_every=0)
     plain |= dict(dagger_iterations=0, normalize_obs=False, total_timesteps=16)
     return tiny(bc, run_dir, **plain | changes)
