@@ -1,25 +1,25 @@
 """DDPG and TD3 (Lillicrap et al. 2016, arXiv 1509.02971; Fujimoto et al. 2018, arXiv 1802.09477): a
-deterministic actor climbs the value that critics give to its actions; all learn from a replay buffer.
+deterministic actor maximizes the value that critics assign to its actions; all learn from a replay buffer.
 
     target   y = r + gamma min_i Q'_i(s', a')                                                (TD3 eq. 10)
              a' = pi'(s') + clip(noise, -c, c)                                               (TD3 eq. 14)
     critics  L = sum_i E[(Q_i(s, a) - y)^2]                                                  (DDPG eq. 4)
     actor    L = -E[Q_1(s, pi(s))], in every policy_delay-th update                          (DDPG eq. 6)
-    targets  w' <- tau w + (1 - tau) w' for the weights of Q' and pi', together with the actor
+    targets  w' <- tau w + (1 - tau) w' for the weights of Q' and pi', with each actor update
 
 TD3 is DDPG with a second critic, a delayed actor, noise on the target's action and Gaussian exploration: the
-fields twin_critics, policy_delay, target_noise and noise_type. --algorithm fills those that are not given.
+fields twin_critics, policy_delay, target_noise and noise_type. --algorithm sets those that are not given.
 
 Differences from the papers:
- 1. A time limit is no termination: y bootstraps from the value of the true final observation.
- 2. Actions, noise and clipping live on [-1, 1], stretched to the bounds of each dimension.
- 3. --algorithm ddpg has the networks, rates and tau of td3, and random actions at first. DDPG's paper has
-    batch normalization, layers of 400 and 300, actions that enter the critic at the second one, weight decay
-    of 1e-2 in the critic, a learning rate of 1e-4 in the actor, tau 0.001, batches of 64 and noise of 0.2.
- 4. --algorithm td3 has networks and batches of 256 as the authors' later code, not (400, 300) and 100.
- 5. The actor's weights start orthogonal, with gain sqrt(2) in hidden layers and 0.01 at the output; those of
-    the critics as nn.Linear's do.
- 6. On request n-step targets; images go through a Nature CNN (Mnih et al. 2015), which the critics share.
+ 1. A time limit is not a termination: y bootstraps from the value of the true final observation.
+ 2. Actions, noise and clipping are on [-1, 1], rescaled to the bounds of each dimension.
+ 3. --algorithm ddpg uses the networks, learning rates and tau of td3, and starts with random actions. DDPG's
+    paper has batch normalization, layers of 400 and 300, actions that enter the critic at the second layer,
+    critic weight decay 1e-2, actor learning rate 1e-4, tau 0.001, batches of 64 and noise of 0.2.
+ 4. --algorithm td3 uses layers and batches of 256, as the authors' later code, not (400, 300) and 100.
+ 5. The actor is initialized orthogonally, with gain sqrt(2) in hidden layers and 0.01 at the output; the
+    critics are initialized as in nn.Linear.
+ 6. Optional: n-step targets. Images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 
     python algos/ddpg_td3.py --env-id Pendulum-v1
 """
@@ -65,59 +65,59 @@ Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
     checkpoint_every: int = 50_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations add Gaussian noise of exploration_noise to the actions
-    log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    sample_actions: bool = False  # evaluations add Gaussian noise, std exploration_noise, to the actions
+    log_every: int = 1_000  # environment steps between log entries
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "Pendulum-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 1  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 1  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole steps of all environments
-    algorithm: Literal["ddpg", "td3"] = "td3"  # whose preset fills the next four fields where they are None
-    twin_critics: bool | None = None  # two critics, of which the smaller value counts; ddpg: no, td3: yes
-    policy_delay: Count | None = None  # updates of the critics for each of the actor; ddpg: 1, td3: 2
-    target_noise: Rate | None = None  # standard deviation around the target's action; ddpg: 0, td3: 0.2
-    noise_type: Literal["gaussian", "ou"] | None = None  # of exploration_noise; ou: Ornstein-Uhlenbeck
-    target_noise_clip: Rate = 0.5  # c, the largest noise on the target's action
-    exploration_noise: Rate = 0.1  # standard deviation of the noise that actions get at each step
+    algorithm: Literal["ddpg", "td3"] = "td3"  # sets those of the next four fields that are None
+    twin_critics: bool | None = None  # two critics; targets take the smaller value; ddpg: no, td3: yes
+    policy_delay: Count | None = None  # critic updates per actor update; ddpg: 1, td3: 2
+    target_noise: Rate | None = None  # std of the noise on the target's action; ddpg: 0, td3: 0.2
+    noise_type: Literal["gaussian", "ou"] | None = None  # for exploration; ou: Ornstein-Uhlenbeck
+    target_noise_clip: Rate = 0.5  # c, maximum noise on the target's action
+    exploration_noise: Rate = 0.1  # standard deviation of the noise added to actions
     learning_starts: int = 5_000  # environment steps of random actions before the first update
     buffer_size: Count = 1_000_000  # transitions kept for replay
-    batch_size: Count = 256  # transitions in each update
-    updates_per_step: Rate = 1.0  # updates for each environment step, also a fraction or many
-    learning_rate: Rate = 1e-3  # step size of the updates
+    batch_size: Count = 256  # transitions per update
+    updates_per_step: Rate = 1.0  # updates per environment step; may be a fraction or above 1
+    learning_rate: Rate = 1e-3  # step size of Adam
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
-    anneal_lr: bool = False  # learning rates fall linearly to 0
-    actor_weight_decay: Rate = 0.0  # times the weights of the actor, added to their gradient
-    critic_weight_decay: Rate = 0.0  # times the weights of the critics, added to their gradient
-    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
-    gamma: Share = 0.99  # discount
-    n_step: Count = 1  # rewards before the value takes over
-    tau: Share = 0.005  # share of the new weights in each update of the target networks
-    clip_return: Rate = math.inf  # keep targets between minus this and this
-    clip_positive_returns: bool = False  # keep targets at 0 or below, where no reward is positive
-    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
-    critic_sizes: tuple[Count, ...] | None = None  # widths in the critics; None: hidden_sizes
-    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
-    reward_scale: float = 1.0  # rewards times this, for learning only
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    actor_weight_decay: Rate = 0.0  # this times the actor's weights is added to their gradient
+    critic_weight_decay: Rate = 0.0  # this times the critics' weights is added to their gradient
+    max_grad_norm: Rate = math.inf  # clip gradients of actor and critics to this global norm; inf: never
+    gamma: Share = 0.99  # discount factor
+    n_step: Count = 1  # rewards in a target before it bootstraps
+    tau: Share = 0.005  # share of the online weights in each update of the target networks
+    clip_return: Rate = math.inf  # clip targets to +- this
+    clip_positive_returns: bool = False  # clip targets to at most 0, for tasks without positive rewards
+    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (after the CNN on images)
+    critic_sizes: tuple[Count, ...] | None = None  # hidden layers of the critics; None: hidden_sizes
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    normalize_reward: bool = False  # divide rewards by the std of the running discounted return
+    reward_scale: float = 1.0  # factor on rewards, for learning only
 
 
 PRESETS = {
@@ -127,39 +127,39 @@ PRESETS = {
 
 
 def ingredient(args, name):
-    """The field of this name; where it is None, the preset of args.algorithm."""
+    """The value of a field, or the preset of args.algorithm if it is None."""
     value = getattr(args, name)
     return PRESETS[args.algorithm][name] if value is None else value
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def smooth_action(action, noise, clip):
-    """a' = action + clip(noise, -c, c) (TD3 eq. 14), all (B, A), kept on [-1, 1] where actions live.
+    """a' = action + clip(noise, -c, c) (TD3 eq. 14), all (B, A), clipped to the range [-1, 1] of actions.
 
-    So the target is a mean over similar actions, and a narrow peak of Q' is worth little.
+    So the target averages over similar actions, and a narrow peak of Q' is worth little.
     """
     return (action + noise.clamp(-clip, clip)).clamp(-1, 1)
 
 
 def clipped_double_q(reward, discount, next_q_values):
-    """y = R + gamma^k min_i Q'_i(s_{t+k}, a') (TD3 eq. 10; of one critic DDPG eq. 5), (B,).
+    """y = R + gamma^k min_i Q'_i(s_{t+k}, a') (TD3 eq. 10; for one critic DDPG eq. 5), (B,).
 
-    reward R is the discounted sum of the k rewards before s_{t+k}, discount is gamma^k, or 0 where s_{t+k} is
-    terminal, both (B,). next_q_values (n, B) are the Q'_i of n critics.
+    reward is R, the discounted sum of the k rewards before s_{t+k}; discount is gamma^k, or 0 if s_{t+k} is
+    terminal; both are (B,). next_q_values (n, B) are the Q'_i of n critics.
     """
     return reward + discount * next_q_values.amin(dim=0)
 
 
 def critic_loss(q_values, y):
-    """Sum over the critics of the mean squared error of q_values (n, B), from the target y (B,)."""
+    """Mean squared error between q_values (n, B) and the target y (B,), summed over the critics."""
     return (q_values - y).square().mean(dim=-1).sum()
 
 
 def explore(noise, kind, std):
-    """The noise of the next actions (num_envs, A), from that of the last ones.
+    """Noise for the next actions (num_envs, A), given the previous noise.
 
-    Gaussian noise is drawn anew. Ornstein-Uhlenbeck noise is added to what is left of the last one, which
-    loses a share theta = 0.15 in each step (DDPG section 7).
+    Gaussian noise is independent of it. Ornstein-Uhlenbeck noise is added to the previous noise, which decays
+    by a share theta = 0.15 in each step (DDPG section 7).
     """
     fresh = std * np.random.standard_normal(noise.shape).astype(np.float32)
     return fresh if kind == "gaussian" else (1 - 0.15) * noise + fresh
@@ -167,14 +167,14 @@ def explore(noise, kind, std):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     agent = Agent(*standard_spaces(args), args, device)
-    if args.evaluate:  # without the memory that training takes
+    if args.evaluate:  # before the replay buffer takes memory
         return Run(args, agent=agent).evaluate()
     if args.learning_starts >= args.total_timesteps:
         flag = f"--learning-starts {args.learning_starts}"
-        some = f"use {args.total_timesteps // 10} or so, or train longer"
+        some = f"try {args.total_timesteps // 10}, or train longer"
         raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
     actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
@@ -207,7 +207,7 @@ def train(args: Args) -> np.ndarray:
         }  # fmt: skip
 
     def update_actor(batch):
-        """One gradient step of the actor, by the first critic; the targets follow."""
+        """One gradient step of the actor up the first critic, then an update of the targets."""
         obs = agent.obs_norm(batch["obs"])
         loss = -agent.critic(obs, agent.actor(obs), n=1).mean()
         grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
@@ -221,11 +221,11 @@ def train(args: Args) -> np.ndarray:
     parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
     with Run(args, **parts) as run:
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 buffer.cut()
                 reward_norm.start_segment()
-                rewards, metrics = [], {}  # since the last row of the log; of the last updates
+                rewards, metrics = [], {}  # since the last log entry; of the last updates
                 noise = np.zeros((args.num_envs, *agent.action_space.shape), dtype=np.float32)
             if args.anneal_lr:
                 for optimizer in (actor_optimizer, critic_optimizer):
@@ -245,15 +245,15 @@ def train(args: Args) -> np.ndarray:
             run.count(next_obs, reward, done, next_info)
             rewards.append(reward)
 
-            # Store, with the rewards of the environment: options apply to them when they are replayed
+            # Store, with the environment's own rewards: options change them when they are replayed
             ends = dict(terminated=terminated, done=done)
             buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
             if args.normalize_reward:
                 reward_norm.update(reward, done)
-            noise[done] = 0.0  # it remembers nothing of the episode before
+            noise[done] = 0.0  # each episode starts without noise
             obs, info = reset_done(envs, next_obs, next_info, done)
 
-            # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
+            # Update. The step determines how many updates are due, so a resumed run stays in sync.
             if run.env_steps >= args.learning_starts:
                 steps = run.env_steps - args.num_envs, run.env_steps
                 before, after = (int(args.updates_per_step * n) for n in steps)
@@ -278,14 +278,14 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -293,7 +293,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -312,7 +312,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -327,14 +327,14 @@ class Trunk(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with their own weights, in one product: (n, B, fan_in) to (n, B, fan_out).
+    """n independent linear layers in one product: (n, B, fan_in) to (n, B, fan_out).
 
-    A smaller input (m, B, fan_in) goes through the first m layers alone.
+    A smaller input (m, B, fan_in) goes only through the first m layers.
     """
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
-        bound = fan_in**-0.5  # as nn.Linear starts
+        bound = fan_in**-0.5  # as in nn.Linear
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
@@ -342,25 +342,25 @@ class StackedLinear(nn.Module):
         weight, bias = self.weight, self.bias
         if len(x) < len(weight):
             weight, bias = weight[: len(x)], bias[: len(x)]
-        if weight.shape[2] == 1:  # for one output a sum of products is faster
+        if weight.shape[2] == 1:  # a sum of products is faster for one output
             return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
         return torch.baddbmm(bias, x, weight)
 
 
 class Critic(nn.Module):
-    """The values Q_i(s, a) of one or two critics, for observations (B, *obs_space.shape) and actions."""
+    """Values Q_i(s, a) of one or two critics, for observations (B, *obs_space.shape) and actions."""
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
         self.n = 2 if ingredient(args, "twin_critics") else 1
-        self.features = Trunk(obs_space, (), args.activation)  # the numbers, and a CNN's features of images
+        self.features = Trunk(obs_space, (), args.activation)  # numbers, and CNN features of images
         hidden_sizes = args.hidden_sizes if args.critic_sizes is None else args.critic_sizes
         sizes = [self.features.width + action_space.shape[0], *hidden_sizes, 1]
         self.layers = nn.ModuleList(StackedLinear(self.n, *size) for size in pairwise(sizes))
         self.activation = getattr(F, args.activation)
 
     def forward(self, obs, action, n=None):
-        """(n, B) of the first n critics, all where n is None."""
+        """Values (n, B) of the first n critics, or of all if n is None."""
         x = torch.cat([self.features(obs), action], dim=-1).expand(n or self.n, -1, -1)
         for layer in self.layers[:-1]:
             x = self.activation(layer(x))
@@ -380,7 +380,7 @@ class Actor(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critics of normalized observations, and their target networks."""
+    """Actor and critics for normalized observations, and their target networks."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
@@ -396,7 +396,7 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, A) of a vector environment; if not greedy, with Gaussian noise."""
+        """Actions (num_envs, A) for a vector environment; if not greedy, with Gaussian noise."""
         action = self.actor(self.obs_norm(to_tensor(obs, self.device)))
         if not greedy:
             action = (action + self.exploration_noise * torch.randn_like(action)).clamp(-1, 1)
@@ -408,7 +408,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -424,8 +424,8 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials, those of MountainCarContinuous with the noise of RL Baselines3 Zoo's td3.yml. BipedalWalker,
-# which never ran here, and mujoco follow that file, with the networks of Args.
+# From our own experiments; MountainCarContinuous has the noise of RL Baselines3 Zoo's td3.yml. BipedalWalker,
+# which we never ran, and mujoco follow that file, with the networks of Args.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=2_000, gamma=0.95, hidden_sizes=(64, 64),
                         batch_size=128, eval_every=2_500),
@@ -443,7 +443,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -465,13 +465,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -506,7 +506,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -517,7 +517,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -570,7 +570,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -600,8 +600,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -624,7 +624,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -637,17 +637,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -665,7 +665,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -703,13 +703,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -717,7 +717,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -728,12 +728,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -741,12 +741,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -769,7 +769,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -780,13 +780,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -795,7 +795,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -949,7 +949,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -973,7 +973,7 @@ def free_memory(device: torch.device) -> int:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -991,7 +991,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -1007,7 +1007,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -1045,7 +1045,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -1056,14 +1056,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1080,10 +1080,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1109,7 +1109,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1125,15 +1125,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1145,10 +1145,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1171,7 +1171,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1195,9 +1195,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1210,7 +1210,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1262,7 +1262,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1276,7 +1276,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1306,7 +1306,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1319,13 +1319,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1337,7 +1337,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1374,7 +1374,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1382,7 +1382,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

@@ -1,10 +1,10 @@
 """Deep Q-network, DQN (Mnih et al. 2015, doi 10.1038/nature14236): a network learns the value Q(s, a) of each
-action by Q-learning on transitions replayed from memory, towards targets from an older copy of itself.
+action by Q-learning on replayed transitions, with targets from an older copy of itself.
 
     target     y = r + gamma max_a Q'(s', a)       Q' is the older copy    (van Hasselt et al. 2016, eq. 3)
     loss       Huber(y - Q(s, a)), mean over a batch drawn from the replay memory
 
-Five switches, in any combination, each from a paper of its own:
+Five extensions, in any combination, each from its own paper:
 
     --double   y = r + gamma Q'(s', argmax_a Q(s', a))                   van Hasselt et al. 2016, 1509.06461
     --dueling  Q(s, a) = V(s) + A(s, a) - mean_b A(s, b)       (eq. 9)   Wang et al. 2016, 1511.06581
@@ -13,14 +13,14 @@ Five switches, in any combination, each from a paper of its own:
     --per      P(i) ~ (|y - Q(s, a)| + eps)^alpha              (eq. 1)   Schaul et al. 2016, 1511.05952
 
 Differences from the papers:
- 1. A time limit does not end the return: y keeps its second term, with the true final observation.
+ 1. A time limit does not end the return: y bootstraps from the true final observation.
  2. Adam instead of RMSprop; the gradient is clipped by its global norm.
- 3. Vectors go through an MLP. Noise and dueling act on the last hidden layer and the output, so behind the
-    CNN on all layers, as in the papers, but not on the first ones of a deep MLP.
- 4. The trunk's gradient is not scaled by 1/sqrt(2) with dueling; noise is drawn anew in every forward pass.
- 5. A transition that meets the end of its episode or of the record after k < n steps keeps those k.
+ 3. Vectors go through an MLP. Noise and dueling apply to the last hidden layer and the output: to all
+    layers after a CNN, as in the papers, but not to the first layers of a deep MLP.
+ 4. With dueling, the trunk's gradient is not scaled by 1/sqrt(2). Noise is redrawn in every forward pass.
+ 5. Near the end of an episode or of the buffer, a transition has only the k < n steps that remain.
  6. Losing a life on Atari does not end an episode.
- 7. Weights without noise start orthogonal, with gain sqrt(2) in hidden layers and 1 in the output.
+ 7. Layers without noise: orthogonal initialization, with gain sqrt(2) in hidden layers and 1 at the output.
 
     python algos/dqn.py --env-id CartPole-v1
 """
@@ -66,67 +66,67 @@ Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations explore as training does, by epsilon or noise
+    sample_actions: bool = False  # evaluations explore as in training, by epsilon or noise
     log_every: int = 1_000  # environment steps between log entries
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 1  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 1  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 50_000  # environment steps, rounded up to whole steps of all environments
-    double: bool = False  # the online network chooses the next action, the target network judges it
-    dueling: bool = False  # separate streams for the value of the state and the advantages of the actions
-    noisy: bool = False  # explore by noise on the weights instead of epsilon
+    double: bool = False  # the online network chooses the next action, the target network evaluates it
+    dueling: bool = False  # separate streams for the state value and the advantages of the actions
+    noisy: bool = False  # explore by noise on the weights instead of epsilon-greedy actions
     independent_noise: bool = False  # with noisy: one random number per weight, not per input and output
-    n_step: Count = 1  # rewards before the value takes over
-    per: bool = False  # draw transitions with large errors more often
-    per_alpha: Share = 0.6  # how much more often; 0: uniform
-    per_beta_start: Share = 0.4  # correction of that bias, rises linearly to 1
+    n_step: Count = 1  # rewards in a target before it bootstraps
+    per: bool = False  # prioritized replay: draw transitions with large errors more often
+    per_alpha: Share = 0.6  # exponent of the priorities; 0: uniform sampling
+    per_beta_start: Share = 0.4  # importance-sampling exponent; rises linearly to 1
     per_eps: Annotated[float, (1e-12, 1)] = 1e-6  # added to each priority, so that none is 0
-    learning_rate: Rate = 1e-3  # step size of the update
-    anneal_lr: bool = True  # the learning rate falls linearly to 0
-    adam_eps: Rate = 1e-8  # added to the denominator of Adam
-    gamma: Share = 0.99  # discount
-    loss: Literal["huber", "mse"] = "huber"  # of an error e: e^2 / 2, with huber |e| - 1/2 beyond 1
-    max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped; inf: never
-    batch_size: Count = 64  # transitions in each update
-    buffer_size: Count = 100_000  # rows kept for replay: one for each step and one more (Atari: 4) an episode
+    learning_rate: Rate = 1e-3  # step size of Adam
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    adam_eps: Rate = 1e-8  # epsilon of Adam, added to the denominator
+    gamma: Share = 0.99  # discount factor
+    loss: Literal["huber", "mse"] = "huber"  # of an error e: e^2 / 2; huber: |e| - 1/2 beyond 1
+    max_grad_norm: Rate = 10.0  # clip the gradient to this global norm; inf: never
+    batch_size: Count = 64  # transitions per update
+    buffer_size: Count = 100_000  # rows kept for replay: one per step and one more (Atari: 4) per episode
     learning_starts: int = 1_000  # environment steps of random actions before the first update
-    train_every: Count = 1  # environment steps between trainings
-    updates_per_train: Count = 1  # gradient steps in each training
+    train_every: Count = 1  # environment steps between rounds of updates
+    updates_per_train: Count = 1  # gradient steps per round
     target_update_every: Count = 100  # environment steps between updates of the target network
-    tau: Share = 1.0  # share of the new weights in each update of the target network
+    tau: Share = 1.0  # share of the online weights in each update of the target network
     epsilon_start: Share = 1.0  # share of random actions at step 0
-    epsilon_end: Share = 0.04  # share of random actions in the end
-    exploration_fraction: Share = 0.16  # share of the training in which epsilon falls
-    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
-    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    clip_reward: bool = False  # rewards to their sign, for learning only
-    reward_scale: float = 1.0  # rewards times this, for learning only
+    epsilon_end: Share = 0.04  # final share of random actions
+    exploration_fraction: Share = 0.16  # share of training over which epsilon falls
+    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (after the CNN on images)
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    clip_reward: bool = False  # learn from the sign of rewards
+    reward_scale: float = 1.0  # factor on rewards, for learning only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def compute_td_target(reward, discount, target_q_values, q_values=None):
     """y = R + gamma^k Q'(s_{t+k}, a*), all (B,): R is the discounted sum of the k rewards before s_{t+k}.
 
-    discount is gamma^k, or 0 where s_{t+k} is terminal. target_q_values (B, A) are Q' of all actions, and a*
+    discount is gamma^k, or 0 if s_{t+k} is terminal. target_q_values (B, A) are Q' of all actions, and a*
     is their argmax. In double DQN the online network chooses: a* is the argmax of its q_values (B, A).
     """
     best = (target_q_values if q_values is None else q_values).argmax(dim=1, keepdim=True)
@@ -134,14 +134,14 @@ def compute_td_target(reward, discount, target_q_values, q_values=None):
 
 
 def q_loss(td_error, weight, loss):
-    """Mean over the errors e (B,) of e^2 / 2, with "huber" |e| - 1/2 beyond 1, times the weights (B,)."""
+    """Mean of weight (B,) times the loss of the errors e (B,): e^2 / 2, with "huber" |e| - 1/2 beyond 1."""
     if loss == "mse":
         return (weight * td_error.square() / 2).mean()
     return (weight * F.huber_loss(td_error, torch.zeros_like(td_error), reduction="none")).mean()
 
 
 def epsilon_at(env_steps, args):
-    """Share of random actions: 1 before learning starts, then linear in the step, epsilon_start at step 0."""
+    """Share of random actions: 1 before learning starts, then linear from epsilon_start at step 0."""
     if env_steps < args.learning_starts:
         return 1.0
     if args.noisy:  # the noise of the weights explores
@@ -152,17 +152,17 @@ def epsilon_at(env_steps, args):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     agent = Agent(*standard_spaces(args), args, device)
-    if args.evaluate:  # without the memory that training takes
+    if args.evaluate:  # before the replay buffer takes memory
         return Run(args, agent=agent).evaluate()
     if args.learning_starts >= args.total_timesteps:
         flag = f"--learning-starts {args.learning_starts}"
-        some = f"use {args.total_timesteps // 10} or so, or train longer"
+        some = f"try {args.total_timesteps // 10}, or train longer"
         raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
     target_agent = copy.deepcopy(agent)
-    target_agent.obs_norm = agent.obs_norm  # one normalizer: both networks see the same numbers
+    target_agent.obs_norm = agent.obs_norm  # one normalizer for both networks
     graph = args.cuda_graph and device.type == "cuda"
     optimizer = Adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
     buffer = FrameBuffer(args, agent.obs_space, device)
@@ -190,10 +190,10 @@ def train(args: Args) -> np.ndarray:
     learn = CudaGraph(update) if graph else update
     parts = dict(agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
     with Run(args, **parts) as run:
-        if args.init_from:  # it has given its weights to the agent alone
+        if args.init_from:  # it initialized only the agent
             target_agent.load_state_dict(agent.state_dict())
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 buffer.start(obs)
                 rewards, metrics = [], {}  # since the last log entry; of the last update
@@ -215,7 +215,7 @@ def train(args: Args) -> np.ndarray:
             if done.any():
                 buffer.start(obs, done)
 
-            # Update. Each environment step has its turn, so that both intervals are exact for any num_envs.
+            # Update. One environment step at a time, so that both intervals are exact for any num_envs.
             if args.anneal_lr:
                 for group in optimizer.param_groups:
                     group["lr"].fill_(group["initial_lr"] * (1 - progress))
@@ -241,14 +241,14 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -256,7 +256,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -275,7 +275,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -292,9 +292,9 @@ class Trunk(nn.Module):
 class NoisyLinear(nn.Linear):
     """y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (Fortunato et al. 2018, eq. 9).
 
-    mu (weight and bias) and sigma are learned; eps is drawn anew in each forward, and 0 in evaluations.
-    Independent eps is one number per weight and bias. Factorized eps is one per input and output, and eps_w
-    is made of their products (eq. 10 and 11).
+    mu (weight and bias) and sigma are learned; eps is redrawn in each forward, and 0 in evaluations.
+    Independent noise has one eps per weight and bias. Factorized noise has one per input and output, whose
+    products are eps_w (eq. 10 and 11).
     """
 
     def __init__(self, fan_in, fan_out, independent):
@@ -321,7 +321,7 @@ class NoisyLinear(nn.Linear):
 
 
 class Stream(nn.Module):
-    """The last hidden layer and the output: features (B, fan_in) to (B, fan_out); noisy if args say so."""
+    """The last hidden layer and the output: features (B, fan_in) to (B, fan_out); noisy if args.noisy."""
 
     def __init__(self, fan_in, fan_out, args):
         super().__init__()
@@ -339,13 +339,13 @@ class Stream(nn.Module):
 
 
 def legal_actions(obs, num_actions):
-    """The mask (B, A) that observations end with; where no action is legal (the episode is over), all are."""
+    """The mask (B, A) at the end of observations; if no action is legal (the episode is over), all are."""
     mask = obs[:, -num_actions:] > 0
     return mask | ~mask.any(axis=1, keepdims=True)
 
 
 def random_actions(obs, num_actions, masked):
-    """An action for each observation, (B,), drawn among the legal ones."""
+    """A random legal action for each observation, (B,)."""
     if not masked:
         return np.random.randint(num_actions, size=len(obs))
     legal = legal_actions(obs, num_actions)
@@ -354,20 +354,20 @@ def random_actions(obs, num_actions, masked):
 
 
 class Agent(nn.Module):
-    """The values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape); illegal ones: -inf."""
+    """Values Q(s, a) of all actions (B, A) for observations (B, *obs_space.shape); illegal ones have -inf."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, DQN needs Discrete: try ppo.py")
+            raise UsageError(f"{args.env_id} has {action_space} actions, but DQN needs Discrete: try ppo.py")
         if not args.hidden_sizes:
             raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.num_actions, self.noisy = int(action_space.n), args.noisy
-        self.epsilon = epsilon_at(args.total_timesteps, args)  # training sets it anew for each step
+        self.epsilon = epsilon_at(args.total_timesteps, args)  # training updates it at each step
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.trunk = Trunk(obs_space, args.hidden_sizes[:-1], args.activation)
-        self.advantage = Stream(self.trunk.width, self.num_actions, args)  # without dueling it is Q itself
+        self.advantage = Stream(self.trunk.width, self.num_actions, args)  # without dueling, Q itself
         self.value = Stream(self.trunk.width, 1, args) if args.dueling else None
         self.to(device)
 
@@ -382,7 +382,7 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs,) of a vector environment: the best; if not greedy, with noise or some random."""
+        """Actions (num_envs,) for a vector environment: the best; if not greedy, with exploration."""
         if self.noisy:
             self.train(not greedy)
         best = self(to_tensor(obs, self.device)).argmax(dim=1).cpu().numpy()
@@ -395,7 +395,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -413,9 +413,9 @@ class RunningNorm(nn.Module):
 
 # ------------------------------------------------------------------------------------------- replay memory
 class SumTree:
-    """Masses in N leaves, to draw leaves in proportion to them in O(log N).
+    """Sum tree over the masses of N leaves, to draw leaves in proportion to mass in O(log N).
 
-    levels[0] are the leaves in groups of WIDTH; levels[k + 1] are the sums of the groups of levels[k].
+    levels[0] holds the leaves in groups of WIDTH; levels[k + 1] holds the sums of the groups of levels[k].
     """
 
     WIDTH = 32  # NumPy visits 4 levels for a million leaves; a binary tree would have 20
@@ -427,7 +427,7 @@ class SumTree:
             self.levels.append(np.zeros((size, self.WIDTH)))
 
     def set(self, leaf: np.ndarray, mass: np.ndarray | float) -> None:
-        """Sets the masses of leaves (B,). The sums above are made anew, so that no rounding adds up."""
+        """Sets the masses of leaves (B,). The sums above are recomputed, so rounding does not accumulate."""
         node, total = leaf, mass
         for level in self.levels:
             level.reshape(-1)[node] = total
@@ -435,35 +435,35 @@ class SumTree:
             total = level[node].sum(axis=1)
 
     def draw(self, batch_size: int) -> np.ndarray:
-        """Leaves (B,), one from each B-th part of the total mass."""
+        """Draws leaves (B,), one from each of B equal parts of the total mass."""
         batch, leaf = np.arange(batch_size), np.zeros(batch_size, np.int64)
         point = (batch + np.random.random(batch_size)) / batch_size * self.levels[-1].sum()
         for level in reversed(self.levels):
             sums = level[leaf].cumsum(axis=1)  # (B, WIDTH)
             point = np.minimum(point, np.nextafter(sums[:, -1], 0))  # rounding must not lead to an empty leaf
             child = (sums > point[:, None]).argmax(axis=1)
-            point -= np.where(child > 0, sums[batch, child - 1], 0)  # from here on within the child
+            point -= np.where(child > 0, sums[batch, child - 1], 0)  # now relative to the child
             leaf = leaf * self.WIDTH + child
         return leaf
 
 
 class FrameBuffer:
-    """The last buffer_size rows of experience, in a ring of rows for each environment.
+    """Replay buffer: the last buffer_size rows of experience, in a ring of rows for each environment.
 
-    A row holds an observation and the step that was taken from it; the next row holds its successor. So an
-    episode of T steps fills T + 1 rows, the last without a step: nothing is stored twice, and a truncated
-    step keeps its true successor. On Atari an observation is a stack of frames: a row holds only the newest,
-    and the older ones of an episode's first observation get rows too.
-    Row t of environment i is number t * num_envs + i, so the row after a row is num_envs further on.
-    A row is drawn in proportion to its mass, which is 0 if its step or its observation is incomplete.
+    A row holds an observation and the step taken from it; the next row holds its successor. So an episode of
+    T steps fills T + 1 rows, the last without a step: nothing is stored twice, and a truncated step keeps its
+    true successor. On Atari, an observation is a stack of frames: a row holds only the newest frame, and the
+    older frames of an episode's first observation get their own rows.
+    Row t of environment i has the index t * num_envs + i, so the next row is num_envs further on.
+    Rows are drawn in proportion to their mass, which is 0 if the step or the observation is incomplete.
     """
 
     def __init__(self, args, obs_space, device: torch.device):
         self.args, self.obs_shape, self.device, self.num_envs = args, obs_space.shape, device, args.num_envs
         self.stack = args.env_kwargs.get("stack_num", 4) if args.env_id.startswith("ALE/") else 1
-        self.depth = obs_space.shape[0] // self.stack  # of a frame: its extent along the first axis
+        self.depth = obs_space.shape[0] // self.stack  # of a frame: its size along the first axis
         self.size = size = args.buffer_size // args.num_envs * args.num_envs
-        if size < (least := args.num_envs * (2 * self.stack + 1)):  # a new episode must leave an old step
+        if size < (least := args.num_envs * (2 * self.stack + 1)):  # room for a new episode and an old step
             raise UsageError(f"--buffer-size {args.buffer_size} is too small: use {least} or more")
         frame = (self.depth, *obs_space.shape[1:])
         needed = size * (math.prod(frame) * obs_space.dtype.itemsize + 8 + 8 + 1 + 8)  # of the arrays below
@@ -477,25 +477,25 @@ class FrameBuffer:
         self.action, self.reward = np.zeros(size, np.int64), np.zeros(size)
         self.terminated, self.mass = np.zeros(size, bool), np.zeros(size)
         self.tree = SumTree(size) if args.per else None
-        self.largest = 1.0  # mass so far, which new steps get
+        self.largest = 1.0  # mass so far; new steps get it
         self.newest = (self.stack - 1) * args.num_envs + np.arange(args.num_envs)  # rows; these stay empty
-        self.filled = 0  # all rows in use are below
+        self.filled = 0  # all rows in use are below this
 
     def start(self, obs: np.ndarray, new: np.ndarray | None = None) -> None:
-        """First observations (num_envs, ...) of new episodes: of all, or where new (num_envs,) is true."""
+        """Adds first observations (num_envs, ...) of episodes: of all, or where new (num_envs,) is true."""
         envs = np.arange(self.num_envs) if new is None else np.flatnonzero(new)
         for frame in np.split(obs[envs], self.stack, axis=1):
             self.write(envs, frame)
 
     def add(self, action, reward, terminated, next_obs: np.ndarray) -> None:
-        """One step (num_envs, ...) of all; next_obs is the true successor, also where an episode ends."""
+        """Adds a step (num_envs, ...) of all; next_obs is the true successor, even when an episode ends."""
         row = self.newest
         self.action[row], self.reward[row], self.terminated[row] = action, reward, terminated
         self.set_mass(row, self.largest)
         self.write(np.arange(self.num_envs), next_obs[:, -self.depth :])
 
     def write(self, envs: np.ndarray, frame: np.ndarray) -> None:
-        """Puts a frame of each of these environments into its next row."""
+        """Writes a frame of each of these environments into its next row."""
         row = self.newest[envs] = (self.newest[envs] + self.num_envs) % self.size
         self.filled = max(self.filled, row.max() + 1)
         self.obs[row] = frame
@@ -515,7 +515,7 @@ class FrameBuffer:
             self.set_mass(row, mass)
 
     def sample(self, batch_size: int, beta: float) -> tuple[np.ndarray, np.ndarray]:
-        """Rows (B,) with a step, and the weights (B,) in the loss that correct how often each is drawn.
+        """Draws rows (B,) with a step, and importance-sampling weights (B,) for the loss.
 
         The weights are (N P(i))^-beta over their maximum, so N and the total mass cancel.
         """
@@ -531,7 +531,7 @@ class FrameBuffer:
     def transitions(self, row: np.ndarray) -> dict[str, torch.Tensor]:
         """The n-step transitions (B, ...) from these rows (B,), on the device.
 
-        They stop early, after k < n steps, where an episode or the record ends: reward is sum_{i<k} gamma^i
+        They stop early, after k < n steps, where an episode or the buffer ends: reward is sum_{i<k} gamma^i
         r_{t+i}, next_obs is s_{t+k}, discount is gamma^k, and 0 if s_{t+k} is terminal.
         """
         steps, gamma = np.arange(self.args.n_step)[:, None], self.args.gamma
@@ -551,7 +551,7 @@ class FrameBuffer:
         return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
 
     def state_dict(self) -> dict:
-        """The rows in use, cut in NumPy: of a slice of a tensor torch would save the whole."""
+        """The rows in use, sliced in NumPy: PyTorch would save the whole storage of a slice."""
         names = "obs", "action", "reward", "terminated", "mass"
         state = {name: torch.from_numpy(getattr(self, name)[: self.filled]) for name in names}
         return state | dict(size=self.size, newest=self.newest.tolist(), largest=self.largest)
@@ -566,8 +566,8 @@ class FrameBuffer:
         self.set_mass(np.arange(self.filled), state["mass"].numpy())
 
 
-# From RL Baselines3 Zoo's dqn.yml, changed by own trials. Atari: CleanRL. Rewards of a tenth keep errors
-# small: beyond 1 the gradient of Huber's loss is bounded.
+# RL Baselines3 Zoo's dqn.yml, changed after our own experiments; Atari follows CleanRL. Rewards times 0.1
+# keep errors small: beyond 1, the gradient of the Huber loss is bounded.
 TUNED = {
     "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
                         hidden_sizes=(128, 128), reward_scale=0.1),
@@ -590,7 +590,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -612,13 +612,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -653,7 +653,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -664,7 +664,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -717,7 +717,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -747,8 +747,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -771,7 +771,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -784,17 +784,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -812,7 +812,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -850,13 +850,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -864,7 +864,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -875,12 +875,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -888,12 +888,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -916,7 +916,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -927,13 +927,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -942,7 +942,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -1002,7 +1002,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -1021,7 +1021,7 @@ class CudaGraph:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -1039,7 +1039,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -1055,7 +1055,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -1093,7 +1093,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -1104,14 +1104,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1128,10 +1128,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1157,7 +1157,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1173,15 +1173,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1193,10 +1193,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1219,7 +1219,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1243,9 +1243,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1258,7 +1258,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1310,7 +1310,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1324,7 +1324,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1354,7 +1354,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1367,13 +1367,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1385,7 +1385,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1422,7 +1422,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1430,7 +1430,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

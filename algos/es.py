@@ -1,23 +1,23 @@
 """Evolution Strategies (Salimans et al. 2017, arXiv 1703.03864): play with many noisy copies of the
-parameters, and move the parameters towards the noise of the copies that scored best.
+parameters, and move the parameters toward the noise of the copies that scored best.
 
     members    theta_i = theta + sigma eps_i, eps_i ~ N(0, I), i = 1 ... n             (Algorithm 1, line 3)
     fitness    F_i = return of whole episodes played with theta_i                      (Algorithm 1, line 4)
     update     theta = theta + alpha / (n sigma) sum_i F_i eps_i                       (Algorithm 1, line 5)
 
 As in the paper: mirrored sampling (eps and -eps in pairs), ranks in place of F_i, weight decay, and processes
-that know each other's noise from shared seeds and send nothing but what their episodes gave (Algorithm 2).
+that know each other's noise from shared seeds and exchange only the results of their episodes (Algorithm 2).
 
 Differences from the paper:
- 1. Noise is drawn anew in each generation, not taken from a large block drawn once. Episodes are whole, up to
-    --max-episode-steps.
+ 1. Noise is redrawn in each generation, not taken from a large block drawn once. Episodes are complete, up
+    to --max-episode-steps.
  2. All members of a generation start from the same states, so luck does not decide between them.
- 3. Members of equal fitness have equal rank, so that they cancel. Adam takes the step; --optimizer sgd takes
+ 3. Members of equal fitness have equal rank, so they cancel out. Adam takes the step; --optimizer sgd takes
     it as in line 5.
  4. Policies are deterministic MLPs: argmax over choices, or the output itself for Box actions, on [-1, 1]
-    stretched to the bounds of the space. Images go through a CNN first (Mnih et al. 2015), without the
+    rescaled to the bounds of the space. Images go through a CNN first (Mnih et al. 2015), without the
     paper's virtual batch normalization.
- 5. A generation is whole episodes: training ends with the first one that reaches total_timesteps.
+ 5. Generations consist of whole episodes: training ends with the first that reaches total_timesteps.
 
     python algos/es.py --env-id CartPole-v1
     torchrun --nproc-per-node 2 algos/es.py --env-id CartPole-v1
@@ -64,43 +64,43 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
     sample_actions: ClassVar[bool] = False  # no option: the policies are deterministic
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 32  # environments that step together, in each process of torchrun
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 32  # environments stepped together in each torchrun process
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
-    total_timesteps: Count = 1_000_000  # environment steps, until the generation that reaches them
-    population: Count = 64  # members of a generation, over all processes
+    total_timesteps: Count = 1_000_000  # environment steps; the generation that reaches them is the last
+    population: Count = 64  # members per generation, over all processes
     episodes_per_member: Count = 1  # the fitness of a member is its mean return over these
     max_episode_steps: Count = 100_000  # steps after which an episode of a member ends, finished or not
     sigma: Annotated[float, (1e-12, math.inf)] = 0.1  # standard deviation of the noise in the parameters
     mirrored_sampling: bool = True  # members come in pairs, theta + sigma eps and theta - sigma eps
     common_starts: bool = True  # all members of a generation play from the same initial states
-    fitness: Literal["rank", "zscore", "raw"] = "rank"  # what stands for F_i; rank: -1/2 to 1/2
-    optimizer: Literal["adam", "sgd"] = "adam"  # what takes the step
-    learning_rate: Rate = 0.03  # step size of the update
-    anneal_lr: bool = False  # the learning rate falls linearly to 0
-    weight_decay: Rate = 0.005  # pulls the parameters to 0: so much of theta is taken from the gradient
-    gamma: Share = 0.99  # discount, of eval/discounted_return_mean only
+    fitness: Literal["rank", "zscore", "raw"] = "rank"  # how returns become F_i; rank: -1/2 to 1/2
+    optimizer: Literal["adam", "sgd"] = "adam"  # algorithm that takes the step
+    learning_rate: Rate = 0.03  # step size of the optimizer
+    anneal_lr: bool = False  # decay the learning rate linearly to 0
+    weight_decay: Rate = 0.005  # pulls theta to 0: this times theta is subtracted from the gradient
+    gamma: Share = 0.99  # discount factor, only for eval/discounted_return_mean
     hidden_sizes: tuple[Count, ...] = (16,)  # widths of the hidden layers; none: a linear policy
-    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the layers
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # after each hidden layer
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -111,7 +111,7 @@ def perturb(theta, noise, sigma, mirrored):
 
 
 def shape_fitness(fitness, how):
-    """Weights (n,) for returns (n,): "rank" from -1/2 to 1/2, ties sharing theirs; "zscore"; or "raw"."""
+    """Weights (n,) for returns (n,): "rank" from -1/2 to 1/2, ties sharing a rank; "zscore"; or "raw"."""
     if how == "raw":
         return fitness
     if how == "zscore":
@@ -131,14 +131,14 @@ def es_gradient(weights, noise, sigma, mirrored):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
-    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # of torchrun: a GPU for each process
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
+    if "LOCAL_RANK" in os.environ and torch.cuda.is_available():  # torchrun: one GPU per process
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     device = set_up(args)
     if args.mirrored_sampling and args.population % 2:
         raise UsageError(f"--population {args.population} is odd: --mirrored-sampling needs pairs")
     if args.resume and load(args.resume)["args"]["optimizer"] != args.optimizer:
-        raise UsageError("--optimizer is another one than that of the run: use --init-from, not --resume")
+        raise UsageError("--optimizer differs from that of the run: use --init-from instead of --resume")
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
         return Run(args, agent=agent).evaluate()
@@ -149,12 +149,12 @@ def train(args: Args) -> np.ndarray:
         atexit.register(dist.destroy_process_group)  # else a thread of it may abort the exit of Python
     with (Follower if RANK else Run)(args, agent=agent, optimizer=optimizer) as run:
         while decide(run.pause()):  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, _, _ = run.start_segment()
             left = 1 - run.env_steps / args.total_timesteps if args.anneal_lr else 1.0
             optimizer.param_groups[0]["lr"] = args.learning_rate * left
 
-            # Perturb. Every process knows the noise and the starts of all members from the seed and the step.
+            # Perturb. Every process derives the noise and starts of all members from the seed and the step.
             member = np.arange(args.population).repeat(args.episodes_per_member)  # who plays each episode
             seeds = np.random.SeedSequence([args.seed, run.env_steps, 1]).generate_state(1 + len(member)) >> 2
             generator = torch.Generator().manual_seed(int(seeds[0]))
@@ -166,13 +166,13 @@ def train(args: Args) -> np.ndarray:
                 for (name, p), eps in zip(agent.named_parameters(), noise, strict=True)
             }
 
-            # Play this process's share of the episodes, and hear what the others gave
+            # Play this process's share of the episodes, and gather the results of all
             starts = seeds[1:]
             if args.common_starts:
                 starts = np.tile(starts[: args.episodes_per_member], args.population)
             mine = slice(RANK * len(member) // SIZE, (RANK + 1) * len(member) // SIZE)
             results = gather(run, play(run, envs, agent, members, member[mine], starts[mine]))
-            if run.signal:  # the generation is incomplete: --resume plays it again
+            if run.signal:  # the generation is incomplete: --resume replays it
                 continue
             returns, lengths, *sums = results[:, : 2 + len(args.info_keys)].T
             means = (x / lengths for x in sums)
@@ -205,15 +205,15 @@ def train(args: Args) -> np.ndarray:
 
 @torch.inference_mode()
 def play(run, envs, agent, members, member, seeds):
-    """Plays episodes i < E, each whole, with the parameters members[name][member[i]] and from seeds[i].
+    """Plays whole episodes i < E, each with parameters members[name][member[i]] and seed seeds[i].
 
-    An environment that is done takes the next episode. When none is left it rests until the others are done
-    (with async_envs and on Atari it goes on, in vain and uncounted); a signal ends all. Returns (E, 2 + K +
-    2 D): return, length, sums of the K info_keys and, with normalize_obs, of the observations acted from and
-    of their squares.
+    A finished environment takes the next episode. When none is left, it rests until the others are done (with
+    async_envs and on Atari it keeps stepping, uncounted); a signal stops all. Returns (E, 2 + K + 2 D):
+    return, length, sums of the K info_keys and, with normalize_obs, sums of the observations acted on and of
+    their squares.
     """
     args, space = run.args, envs.single_observation_space
-    resting = len(seeds)  # the number that stands for no episode
+    resting = len(seeds)  # the number that means no episode
     columns = 2 + len(args.info_keys) + args.normalize_obs * 2 * math.prod(space.shape)
     results, steps = np.zeros((resting + 1, columns)), np.zeros(envs.num_envs, dtype=int)
     member, seeds = np.append(member, 0), np.append(seeds.astype(int), 0)
@@ -250,7 +250,7 @@ def play(run, envs, agent, members, member, seeds):
 
 
 class Resting:
-    """Stands in a SyncVectorEnv for an environment that has no episode to play: it is not simulated."""
+    """Replaces an environment of a SyncVectorEnv that has no episode left, so that it is not simulated."""
 
     def __init__(self, env, obs):
         self.close, self.obs = env.close, obs
@@ -264,14 +264,14 @@ class Resting:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -279,7 +279,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -298,7 +298,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -313,9 +313,9 @@ class Trunk(nn.Module):
 
 
 class RowLinear(nn.Linear):
-    """A linear layer with the same result to the last bit in any batch, which batched products have not.
+    """A linear layer with the same result to the last bit in any batch, unlike batched products.
 
-    So it does not matter for a member in which environment or process it plays.
+    So it does not matter in which environment or process a member plays.
     """
 
     def forward(self, x):
@@ -323,7 +323,7 @@ class RowLinear(nn.Linear):
 
 
 class Agent(nn.Module):
-    """An MLP, behind a CNN for each image: scores of K choices among up to N, or Box actions (B, A)."""
+    """An MLP, after a CNN for each image: scores of K choices among up to N, or Box actions (B, A)."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
@@ -339,7 +339,7 @@ class Agent(nn.Module):
             index, outputs = exists.flatten().nonzero()[:, 0], exists.numel()
         self.register_buffer("exists", exists, persistent=False)
         self.register_buffer("index", index, persistent=False)
-        self.trunk = Trunk(obs_space, (), args.activation)  # the numbers, and what CNNs make of the images
+        self.trunk = Trunk(obs_space, (), args.activation)  # numbers, and CNN features of images
         sizes = list(pairwise([self.trunk.width, *args.hidden_sizes, outputs]))
         self.layers = nn.ModuleList(orthogonal(RowLinear(*size)) for size in sizes[:-1])
         self.output = orthogonal(RowLinear(*sizes[-1]), gain=0.01)
@@ -364,22 +364,22 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, *action_space.shape) of a vector environment."""
+        """Actions (num_envs, *action_space.shape) for a vector environment."""
         obs = to_tensor(obs, self.device)
         return self.choose(self(obs), obs)
 
     def act_each(self, params, obs):
-        """Actions for observations (B, ...), each from parameters of its own: params[name] is (B, *shape)."""
+        """Actions for observations (B, ...), each with its own parameters: params[name] is (B, *shape)."""
         obs = to_tensor(obs, self.device)
         forward = lambda params, row: functional_call(self, params, row[None])[0]
-        if self.trunk.cnns:  # one by one: a batched convolution rounds differently in other company
+        if self.trunk.cnns:  # one by one: how a convolution rounds depends on its batch
             each = ({name: x[i] for name, x in params.items()} for i in range(len(obs)))
             return self.choose(torch.stack([forward(*pair) for pair in zip(each, obs, strict=True)]), obs)
         return self.choose(vmap(forward)(params, obs), obs)
 
 
 class SumsNorm(nn.Module):
-    """(x - mean) / standard deviation of all x that update was told of, clipped to +-10."""
+    """(x - mean) / standard deviation of all x given to update, clipped to +-10."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
@@ -388,7 +388,7 @@ class SumsNorm(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
     def update(self, count: int, total: np.ndarray, squares: np.ndarray) -> None:
-        """Adds count x by their sum and the sum of their squares, merging the moments (Chan et al. 1983)."""
+        """Adds count values x, given their sum and sum of squares, merging the moments (Chan et al. 1983)."""
         moments = (torch.from_numpy(x / count).to(self.mean.device) for x in (total, squares))
         mean, mean_square = (x.view_as(self.mean) for x in moments)
         self.count += count
@@ -401,7 +401,7 @@ class SumsNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own sweeps on one to three seeds; Swimmer after ARS (Mania et al. 2018): a linear policy, and few members.
+# From our own sweeps on one to three seeds; Swimmer follows ARS (Mania et al. 2018): linear, few members.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, population=16, num_envs=16),
     "Acrobot-v1": dict(total_timesteps=300_000, population=16, num_envs=16, normalize_obs=True,
@@ -420,7 +420,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -442,13 +442,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -483,7 +483,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -494,7 +494,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -547,7 +547,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -577,8 +577,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -601,7 +601,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -614,17 +614,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -642,7 +642,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -680,13 +680,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -694,7 +694,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -705,12 +705,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -718,12 +718,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -746,7 +746,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -757,13 +757,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -772,7 +772,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -780,7 +780,7 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -798,7 +798,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -814,7 +814,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -852,7 +852,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -863,14 +863,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -887,10 +887,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -916,7 +916,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -932,15 +932,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -952,10 +952,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -978,7 +978,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1002,9 +1002,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1017,7 +1017,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1069,7 +1069,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1083,7 +1083,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1113,7 +1113,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1126,13 +1126,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1144,7 +1144,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1181,7 +1181,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1189,7 +1189,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

@@ -1,26 +1,26 @@
 """Model-Agnostic Meta-Learning (Finn, Abbeel, Levine 2017, arXiv 1703.03400): learn parameters from which a
-policy-gradient step on a few episodes of a new task makes a good policy for that task.
+policy-gradient step on a few episodes of a new task yields a good policy for that task.
 
     inner step  theta'_i = theta - inner_lr grad L_i(theta)      on episodes of task i by pi_theta    (alg. 3)
     inner loss  L_i(theta) = -E[log pi_theta(a_t | s_t) A_t]                 whose gradient is that of eq. 4
     outer step  theta <- theta - outer_lr grad_theta sum_i L_i(theta'_i)      on new episodes by pi_theta'_i,
-                through the inner steps (eq. 1). vpg: this; ppo: with PPO's clipped ratio; trpo: as far as
-                the KL divergence between the adapted policies, old and new, allows, as in the paper
+                through the inner steps (eq. 1). vpg: as written; ppo: with PPO's clipped ratio; trpo, as
+                in the paper: as far as the limit max_kl on the KL of the adapted policies allows
     advantage   A_t = R_t - V_i(s_t, t), V_i linear in s, s^2, t, t^2, t^3, fitted to each batch of a task
 
 Differences from the paper:
  1. Advantages are normalized within a task, and gradients are means over steps, not sums.
  2. trpo: products with the Hessian of the KL divergence are exact, by double backward.
- 3. ppo after its first epoch and trpo in its line search take the inner step of the current theta on episodes
-    of the old one: its loss uses their log-probabilities under the current theta, without a ratio.
- 4. PointNavigation-v0 continues at its goal until the horizon; velocities of HalfCheetahVel-v0 go up to 3.
+ 3. After the first epoch of ppo and in the line search of trpo, theta has moved, but its inner step still
+    uses the old episodes: the loss has their log-probabilities under the current theta, without a ratio.
+ 4. PointNavigation-v0 does not end at its goal but at the horizon; HalfCheetahVel-v0 has velocities up to 3.
  5. The horizon ends the return, since the baseline knows the time. Each environment plays one episode for
-    each policy. Those that end early keep stepping until all are over: these steps are counted, but nothing
-    is learned from them.
- 6. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
-    the space; they are clipped only on their way into the environment.
- 7. An evaluation scores a greedy episode on each of its held-out tasks, after one inner step.
- 8. Weights start orthogonal, with gain sqrt(2) in hidden layers and 0.01 at the output.
+    each policy. Those that finish early keep stepping until all are done: these steps are counted, but not
+    learned from.
+ 6. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] rescaled to the bounds of
+    the space; only the environment receives them clipped.
+ 7. An evaluation scores a greedy episode on each held-out task, after one inner step.
+ 8. Orthogonal initialization, with gain sqrt(2) in hidden layers and 0.01 at the output.
 
     python algos/maml.py --env-id PointNavigation-v0
 """
@@ -65,46 +65,46 @@ Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
     checkpoint_every: int = 4_000  # steps per environment between checkpoints; 0: only at the end
     eval_every: int = 800_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 40  # held-out tasks of one evaluation
-    eval_inner_steps: Count = 3  # inner steps on each of them; it is scored before and after each
+    eval_episodes: Count = 40  # held-out tasks per evaluation
+    eval_inner_steps: Count = 3  # inner steps on each task, which is scored before and after each step
     eval_seed: Seed = 10_000_000  # seed of all evaluations and their tasks
-    sample_actions: bool = False  # evaluations sample the actions that they score, too
-    capture_video: bool = False  # film the first task of each evaluation, before and after one step
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    sample_actions: bool = False  # evaluations also sample the actions of the scored episodes
+    capture_video: bool = False  # record a video of each evaluation's first task, before and after one step
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # tasks
-    env_id: str = "PointNavigation-v0"  # family of tasks: see the section of them; also module:Env-v0
+    env_id: str = "PointNavigation-v0"  # family of tasks, in this file or module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    horizon: Count = 100  # most steps of an episode
-    meta_batch_size: Count = 20  # tasks of one outer step
-    episodes_per_task: Count = 20  # episodes of each task before each inner step and after the last one
-    async_envs: bool = False  # one process per environment, for slow ones
+    horizon: Count = 100  # maximum length of an episode, in steps
+    meta_batch_size: Count = 20  # tasks per outer step
+    episodes_per_task: Count = 20  # episodes per task before each inner step and after the last one
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 8_000_000  # environment steps, rounded up to whole outer steps
-    inner_steps: Annotated[int, (0, math.inf)] = 1  # 0: one policy for all tasks, nothing is adapted
+    inner_steps: Annotated[int, (0, math.inf)] = 1  # 0: one policy for all tasks, without adaptation
     inner_lr: Rate = 0.1  # alpha of the paper, size of an inner step
-    first_order: bool = False  # the outer gradient treats those of the inner steps as constants
-    outer: Literal["vpg", "ppo", "trpo"] = "trpo"  # how theta learns
+    first_order: bool = False  # the outer gradient treats the inner gradients as constants
+    outer: Literal["vpg", "ppo", "trpo"] = "trpo"  # algorithm of the outer step
     outer_lr: Rate = 1e-2  # vpg, ppo: step size of Adam
     outer_epochs: Count = 5  # ppo: gradient steps on each batch of tasks
     clip_coef: Rate = 0.3  # ppo: the ratio is clipped to 1 +- this
-    max_kl: Rate = 0.01  # trpo: limit of the KL divergence of one step
-    cg_iterations: Count = 10  # trpo: steps of conjugate gradient
-    cg_tolerance: Rate = 1e-10  # trpo: squared residual at which conjugate gradient ends
+    max_kl: Rate = 0.01  # trpo: limit on the KL divergence of one step
+    cg_iterations: Count = 10  # trpo: iterations of conjugate gradient
+    cg_tolerance: Rate = 1e-10  # trpo: squared residual at which conjugate gradient stops
     hvp_damping: Rate = 1e-5  # trpo: multiple of the identity added to the Hessian
-    backtrack_ratio: Share = 0.8  # trpo: factor by which the step shrinks
-    max_backtracks: Count = 15  # trpo: sizes that are tried before the step is given up
-    gamma: Share = 0.99  # discount
+    backtrack_ratio: Share = 0.8  # trpo: factor by which each backtrack shrinks the step
+    max_backtracks: Count = 15  # trpo: step sizes to try before giving up
+    gamma: Share = 0.99  # discount factor
     hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers
-    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # after each hidden layer
     log_std_init: float = 0.0  # initial log standard deviation of Box actions
 
     @property
@@ -122,8 +122,8 @@ def compute_returns(reward, done, gamma):
 
 
 def fit_baseline(obs, t, return_, playing):
-    """V (tasks, B): least squares on the returns of the steps that count, for each task (Duan et al. 2016,
-    arXiv 1604.06778: the linear feature baseline). obs is (tasks, B, D), everything else (tasks, B)."""
+    """Linear feature baseline V (tasks, B) (Duan et al. 2016, arXiv 1604.06778): for each task a least
+    squares fit to the returns of the steps that count. obs is (tasks, B, D), everything else (tasks, B)."""
     x, t = obs.double().clamp(-10, 10), t.double()[..., None] / 100
     x = torch.cat([x, x.square(), t, t**2, t**3, torch.ones_like(t)], dim=-1)
     counted = x.mT * playing[:, None]
@@ -133,28 +133,28 @@ def fit_baseline(obs, t, return_, playing):
 
 
 def inner_step(loss, params, inner_lr, first_order):
-    """theta' = theta - inner_lr * gradient of the loss (alg. 3). The loss (tasks,) of each task moves its row
-    of params, name to (tasks, *shape). In first order the gradient is a constant."""
+    """theta' = theta - inner_lr * gradient of the loss (alg. 3). The loss (tasks,) of each task updates its
+    row of params, name to (tasks, *shape). With first_order, the gradient is a constant."""
     gradients = torch.autograd.grad(loss.sum(), [*params.values()], create_graph=not first_order)
     return {name: p - inner_lr * g for (name, p), g in zip(params.items(), gradients, strict=True)}
 
 
 def adapt(agent, tasks, rollouts, args, first_order=True):
-    """Parameters of each task after an inner step on each of its rollouts, in the graph of those of agent.
+    """Parameters of each task after one inner step per rollout, differentiable in the agent's parameters.
 
-    The loss of a step is minus the mean of A_t log pi(a_t | s_t), pi with the parameters of the step before.
+    The loss of a step is minus the mean of A_t log pi(a_t | s_t) under the parameters of the previous step.
     """
     params = {name: p.expand(tasks, *p.shape) for name, p in agent.named_parameters()}
     for k, rollout in enumerate(rollouts):
         log_prob, _ = agent.log_prob(params, rollout)
         loss = -(rollout["weight"] * rollout["advantage"] * log_prob).sum(dim=1)
-        inner_lr = args.inner_lr if k < max(args.inner_steps, 1) else args.inner_lr / 2  # was not trained for
+        inner_lr = args.inner_lr if k < max(args.inner_steps, 1) else args.inner_lr / 2  # not in training
         params = inner_step(loss, params, inner_lr, first_order)
     return params
 
 
 def outer_objective(args, log_prob, old_log_prob, advantage, weight):
-    """What the outer step maximizes, mean over tasks. Inputs are (tasks, B), a row of weight sums to 1."""
+    """Objective of the outer step, a mean over tasks. Inputs are (tasks, B); each row of weight sums to 1."""
     ratio = (log_prob - old_log_prob).exp()
     objective = advantage * (log_prob if args.outer == "vpg" else ratio)
     if args.outer == "ppo":
@@ -165,23 +165,23 @@ def outer_objective(args, log_prob, old_log_prob, advantage, weight):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
         return Run(args, agent=agent).evaluate()
     theta = list(agent.parameters())
-    optimizer = Adam([(theta, args.outer_lr)], device)  # trpo takes its steps without it
+    optimizer = Adam([(theta, args.outer_lr)], device)  # unused by trpo
 
     def update(rollouts):
-        """The outer step: on the last rollout, through the inner steps on those before it."""
+        """The outer step, on the last rollout, through the inner steps on the earlier ones."""
         *before, last = rollouts
         params = adapt(agent, args.meta_batch_size, before, args)
         old_log_prob, old_pi = (x.detach() for x in agent.log_prob(params, last))
 
         @torch.enable_grad()
         def measure():
-            """What is maximized and what is limited, as functions of theta."""
+            """The objective and the constrained KL divergence, as functions of theta."""
             params = adapt(agent, args.meta_batch_size, before, args, args.first_order)
             log_prob, pi = agent.log_prob(params, last)
             objective = outer_objective(args, log_prob, old_log_prob, last["advantage"], last["weight"])
@@ -202,17 +202,17 @@ def train(args: Args) -> np.ndarray:
 
     with Run(args, agent=agent, optimizer=optimizer) as run:
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, *_ = run.start_segment()
 
-            # New tasks; on each of them episodes by theta, then after each inner step by the adapted policy
+            # New tasks. Play episodes of each by theta, then by the adapted policy after each inner step
             rng = np.random.default_rng([args.seed, run.env_steps])
             tasks = sample_tasks(args, args.meta_batch_size, rng)
             set_tasks(envs, tasks)
             rollouts = []
             for _ in range(args.inner_steps + 1):
                 params = adapt(agent, len(tasks), rollouts, args)
-                run.running[:] = 0  # all episodes start anew
+                run.running[:] = 0  # all episodes restart
                 steps = play_episodes(envs, partial(agent.act, greedy=False, params=params), run.count)
                 rollouts.append(make_rollout(steps, len(tasks), args, device))
 
@@ -232,7 +232,7 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -251,9 +251,9 @@ class CategoricalHead(nn.Module):
         self.masked, self.plain = masked, bool(exists.all()) and not masked
 
     def forward(self, features, obs):
-        """pi from features (B, fan_in); a mask of legal choices is what obs ends with."""
+        """pi from features (B, fan_in). A mask of legal choices is the last part of obs."""
         logits = self.logits(features).view(-1, *self.exists.shape)
-        if self.plain:  # all choices have the same number of options, and all of these are legal
+        if self.plain:  # all choices have the same number of options, and all are legal
             return logits.log_softmax(-1)
         legal = self.exists
         if self.masked:
@@ -263,7 +263,7 @@ class CategoricalHead(nn.Module):
         return logits.masked_fill(~legal, -1e8).log_softmax(-1)
 
     def choose(self, pi, greedy):
-        """Actions (B, K). The argmax of log p + Gumbel noise is a draw from p."""
+        """Actions (B, K). The argmax of log p + Gumbel noise is a sample from p."""
         return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
 
     def log_prob(self, pi, action):
@@ -277,7 +277,7 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2A)."""
+    """Box actions with A dimensions. pi holds their means and log standard deviations (B, 2A)."""
 
     def __init__(self, fan_in, space, log_std_init):
         super().__init__()
@@ -308,13 +308,13 @@ class GaussianHead(nn.Module):
 
 
 class Agent(nn.Module):
-    """Policy of observations (B, obs_dim), with its own parameters or with those of each task."""
+    """Policy for observations (B, obs_dim), with the module's parameters or with those of each task."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if obs_space.images:
-            text = "the baseline is linear in observations, so turn images into a few numbers"
-            raise UsageError(f"{args.env_id} shows images: {text}")
+            text = "the baseline is linear in observations, so turn the images into a few numbers"
+            raise UsageError(f"{args.env_id} has image observations: {text}")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         sizes = [obs_space.sizes[0], *args.hidden_sizes]
         self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
@@ -326,15 +326,15 @@ class Agent(nn.Module):
         self.to(device)
 
     def forward(self, obs):
-        """pi(. | s) as the head describes it."""
+        """Parameters of pi(. | s) for the head."""
         x = obs[:, : self.obs_space.sizes[0]]  # without the mask of legal actions
         for layer in self.layers:
             x = self.activation(layer(x))
         return self.head(x, obs)
 
     def policies(self, params, obs):
-        """pi of the steps (tasks, B, obs_dim) of each task by its parameters, one after the other: the same
-        forward, with params, name to (tasks, *shape), in place of those of the module."""
+        """pi of the steps (tasks, B, obs_dim), with one task after the other in its rows: forward, with each
+        task's row of params, name to (tasks, *shape), instead of the module's parameters."""
         policy = torch.vmap(lambda params, obs: functional_call(self, params, (obs,)))
         return policy(params, obs).flatten(0, 1)
 
@@ -345,8 +345,8 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True, params=None):
-        """Actions (num_envs, *action_space.shape) of a vector environment: the most likely, or sampled. With
-        params each task in it has its own, otherwise all have those of the module."""
+        """Actions (num_envs, *action_space.shape) for a vector environment: the most likely, or sampled. With
+        params, each task has its own parameters; without, all have the module's."""
         obs = to_tensor(obs, self.device)
         if params is None:
             pi = self(obs)
@@ -358,13 +358,13 @@ class Agent(nn.Module):
 
 # -------------------------------------------------------------------------------------------- trust region
 def trust_region_step(parameters, measure, args):
-    """A step of TRPO (Schulman et al. 2015, arXiv 1502.05477); measure() gives the objective and the KL."""
+    """A step of TRPO (Schulman et al. 2015, arXiv 1502.05477); measure() returns the objective and the KL."""
     objective, kl = measure()
     gradient = flatten(torch.autograd.grad(objective, parameters, retain_graph=True))
     product = hessian_product(kl, parameters, args.hvp_damping)
     direction = conjugate_gradient(product, gradient, args.cg_iterations, args.cg_tolerance)
     length = (2 * args.max_kl / (direction @ product(direction)).clamp(min=1e-30)).sqrt()
-    step, objective = length * direction, objective.detach()  # without a gradient it is 0, and refused
+    step, objective = length * direction, objective.detach()  # a zero gradient gives a zero step, refused
     search = args.max_kl, args.backtrack_ratio, args.max_backtracks
     fraction, new_objective, new_kl = line_search(parameters, step, measure, objective, *search)
     return {
@@ -379,13 +379,13 @@ def flatten(tensors):
 
 
 def hessian_product(value, parameters, damping):
-    """v -> (H + damping I) v, H the Hessian of value: H v is the gradient of (gradient of value)^T v."""
+    """The map v -> (H + damping I) v, H the Hessian of value: H v is the gradient of (grad value)^T v."""
     gradient = flatten(torch.autograd.grad(value, parameters, create_graph=True))
     return lambda v: flatten(torch.autograd.grad(gradient @ v, parameters, retain_graph=True)) + damping * v
 
 
 def conjugate_gradient(product, b, iterations, tolerance):
-    """x with A x = b, where product(v) = A v and A is positive definite (Hestenes and Stiefel 1952).
+    """Solves A x = b, where product(v) = A v and A is positive definite (Hestenes and Stiefel 1952).
 
     Stops early when the squared norm of the residual r is at most tolerance.
     """
@@ -404,10 +404,10 @@ def conjugate_gradient(product, b, iterations, tolerance):
 
 @torch.no_grad()
 def line_search(parameters, step, measure, objective, max_kl, backtrack_ratio, max_backtracks):
-    """Shrinks step until it raises the objective and keeps KL <= max_kl; measure() gives both.
+    """Shrinks step until it raises the objective and keeps KL <= max_kl; measure() returns both.
 
-    If no step does, the parameters stay as they were, bit for bit. Returns the fraction of step taken, 0 for
-    none, and the objective and KL that it led to.
+    If no step does, the parameters are restored bit for bit. Returns the fraction of step taken, 0 for none,
+    and the resulting objective and KL.
     """
     start, fraction = [parameter.clone() for parameter in parameters], 1.0
     steps = step.split([parameter.numel() for parameter in parameters])
@@ -424,9 +424,9 @@ def line_search(parameters, step, measure, objective, max_kl, backtrack_ratio, m
 
 # ------------------------------------------------------------------------------------------------- episodes
 def play_episodes(envs, act, each_step=lambda *step: None, stopped=lambda: False):
-    """Steps (num_envs, ...) of an episode in each environment; those that are over keep stepping, unseen.
+    """Plays one episode in each environment. Returns the steps (num_envs, ...), even after episode ends.
 
-    each_step is told next_obs, reward, done and info of all environments.
+    each_step receives next_obs, reward, done and info of all environments.
     """
     obs, info = envs.reset()
     steps, playing = [], np.ones(envs.num_envs, dtype=bool)
@@ -449,7 +449,7 @@ def play_episodes(envs, act, each_step=lambda *step: None, stopped=lambda: False
 
 
 def make_rollout(steps, tasks, args, device):
-    """Steps of play_episodes as tensors (tasks, B, ...) with their advantages, and what is logged of them."""
+    """Steps of play_episodes as tensors (tasks, B, ...) with their advantages, and statistics for the log."""
     rollout = stack_steps(steps)  # tensors (T, num_envs, ...) on the host
     rollout["return_"] = compute_returns(rollout["reward"], rollout["done"], args.gamma)
     rollout["t"] = torch.arange(len(steps)).unsqueeze(1).expand_as(rollout["done"])
@@ -459,7 +459,7 @@ def make_rollout(steps, tasks, args, device):
     counted, weight = playing > 0, playing / playing.sum(dim=1, keepdim=True)
     unexplained = advantage[counted].var(correction=0) / return_[counted].var(correction=0).clamp(min=1e-8)
     about = {"reward": rollout["reward"][counted], "explained_variance": 1 - unexplained}
-    # their mean is 0 already, since the baseline has a constant
+    # their mean is already 0, because the baseline has a constant term
     advantage /= (weight * advantage.square()).sum(dim=1, keepdim=True).sqrt() + 1e-8
     batch = dict(obs=obs, action=action.flatten(0, 1), advantage=advantage, weight=weight)
     return {name: to_tensor(x, device) for name, x in batch.items()} | about
@@ -468,8 +468,8 @@ def make_rollout(steps, tasks, args, device):
 def meta_test(args, agent, envs, tasks, inner_steps, each_step=lambda *step: None, stopped=lambda: False):
     """Adapts to held-out tasks. Yields the scored steps (tasks, ...) before and after each inner step.
 
-    Each time every task plays one episode for the score, the greedy one unless actions are sampled, and
-    beside it the episodes_per_task that the step learns from.
+    Each time, every task plays one episode for the score, greedy unless args.sample_actions, and in parallel
+    the episodes_per_task episodes that the inner step learns from.
     """
     scored = np.arange(envs.num_envs) % (args.episodes_per_task + 1) == 0
     rollouts = []
@@ -491,16 +491,16 @@ def meta_test(args, agent, envs, tasks, inner_steps, each_step=lambda *step: Non
 
 
 # ---------------------------------------------------------------------------------------------------- tasks
-POINTS = {  # families in the plane: starts and goals lie in squares from -x to x, the third is sparse
+POINTS = {  # families in the plane: starts and goals are in squares from -x to x; the third is sparse
     "PointNavigation-v0": dict(start=0.0, goal=0.5),
     "PointRobot-v0": dict(start=1.0, goal=1.0),
-    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # its goals: on the half circle of radius 1
+    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # goals are on the half circle of radius 1
 }
 CHEETAHS = ("HalfCheetahDir-v0", "HalfCheetahVel-v0")
 
 
 class PointTasks(gym.vector.VectorEnv):
-    """Points that step at most 0.1 along each axis, each towards a goal that it does not see, its task.
+    """Points that move at most 0.1 per step along each axis. The task of each is a goal that it cannot see.
 
     Reward: minus the distance to the goal; sparse: 1 - distance within 0.2 of it, else 0.
     """
@@ -509,7 +509,7 @@ class PointTasks(gym.vector.VectorEnv):
 
     def __init__(self, args, tasks, render_mode=None):
         self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
-        self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
+        self.render_mode, self.envs = render_mode, [self]  # a video renders the first one
         self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
         point = make_env(args)
         self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
@@ -545,7 +545,7 @@ class PointTasks(gym.vector.VectorEnv):
 
 
 class CheetahTask(gym.Wrapper):
-    """A HalfCheetah paid for running in a direction, or at a velocity; its task is 1 or -1, or in [0, 3]."""
+    """A HalfCheetah rewarded for running in a direction (task 1 or -1) or at a velocity (task in [0, 3])."""
 
     def __init__(self, env, by_direction):
         super().__init__(env)
@@ -562,7 +562,7 @@ class CheetahTask(gym.Wrapper):
 
 
 class TaskSetter(gym.Wrapper):
-    """Lets a vector set the task of each of its environments, as the attribute task."""
+    """Lets a vector environment set the task of each of its environments, as the attribute task."""
 
     task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
 
@@ -575,7 +575,7 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
     if args.env_id in POINTS:
         side = POINTS[args.env_id]["goal"]
         return rng.uniform(-side, side, (n, 2)).astype(np.float32)
-    if args.env_id == "HalfCheetahDir-v0":  # as many forwards as backwards
+    if args.env_id == "HalfCheetahDir-v0":  # as many forward as backward
         return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
     if args.env_id == "HalfCheetahVel-v0":
         return rng.uniform(0, 3, (n, 1)).astype(np.float32)
@@ -585,13 +585,13 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
-    """Gives each task an equal share of the environments, in their order, from the next reset on."""
+    """Gives each task an equal share of the environments, in order, from the next reset on."""
     envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
 
 
-# Tasks, episodes, horizon, networks, inner_lr, max_kl and the first standard deviation as in T. Deleu's
-# pytorch-maml-rl, but for the cheetahs 20 x 10 episodes, not 40 x 20, velocities to 3, not 2, and twice the
-# cost of control. All else are own trials.
+# Tasks, episodes, horizon, networks, inner_lr, max_kl and the initial standard deviation follow T. Deleu's
+# pytorch-maml-rl, except for the cheetahs: 20 x 10 instead of 40 x 20 episodes, velocities up to 3 instead of
+# 2, and twice the control cost. The rest comes from our own experiments.
 TUNED = {
     "PointNavigation-v0": dict(total_timesteps=800_000, eval_every=400_000),
     "PointRobot-v0": dict(horizon=20), "SparsePointRobot-v0": dict(horizon=20),
@@ -604,7 +604,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -626,13 +626,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -667,7 +667,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -678,7 +678,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -731,7 +731,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -761,8 +761,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -785,7 +785,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -798,17 +798,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -826,7 +826,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -864,13 +864,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
-    """An environment of a family of tasks. One of a point has only spaces: make_envs moves all points."""
+    """An environment of a family of tasks. That of a point has only spaces: make_envs moves all points."""
     if args.env_id in POINTS:
         point = gym.Env()
         point.observation_space = Box(-np.inf, np.inf, (2,), np.float32)
         point.action_space = Box(-1, 1, (2,), np.float32)
         return StandardEnv(point, args)
-    if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+    if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
         sys.path.append("")
     cheetah = args.env_id in CHEETAHS
     try:
@@ -878,21 +878,21 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
         env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
     if cheetah:
         env = CheetahTask(env, args.env_id == CHEETAHS[0])
     elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
         families = ", ".join((*POINTS, *CHEETAHS))
-        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
+        text = f"is not a family of tasks: it lacks sample_task(rng) and set_task(task). Try {families}"
         raise UsageError(f"{args.env_id} {text}")
     return StandardEnv(TaskSetter(env), args, mask_in_info)
 
 
 def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.vector.VectorEnv:
-    """len(tasks) * episodes standard environments: task i has rows i * episodes and following.
+    """len(tasks) * episodes standard environments: task i has episodes rows from i * episodes on.
 
-    Episodes end explicitly: reset_done follows every step.
+    Nothing resets by itself: call reset_done after every step.
     """
     rows, training = np.repeat(tasks, episodes, axis=0), os.getpid()
 
@@ -906,7 +906,7 @@ def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.
             raise UsageError(f"{args.env_id} has no --env-kwargs")
         return PointTasks(args, rows, **kwargs)
     env, mask_in_info = make_env(args, **kwargs), False
-    if env.choices:  # whether info has a mask, only a reset tells
+    if env.choices:  # only a reset shows whether info has a mask
         env.env.task = rows[0]
         env.reset()
         mask_in_info = "action_mask" in env.info
@@ -918,7 +918,7 @@ def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments, each with a task of its own."""
+    """num_envs standard environments, each with its own task."""
     return make_task_envs(args, sample_tasks(args, num_envs, np.random.default_rng(args.seed)), **kwargs)
 
 
@@ -930,7 +930,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -941,13 +941,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -956,7 +956,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -993,7 +993,7 @@ class Adam(torch.optim.Adam):
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -1011,8 +1011,8 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Scores eval_episodes held-out tasks before and after each of eval_inner_steps inner steps.
 
-    Returns the return of each task after one step, the means of what is measured there (success only where
-    info tells it), and the mean return after each number of steps.
+    Returns the return of each task after one step, the mean metrics there (success only if info reports it),
+    and the mean return after each number of steps.
     """
     n, policies = args.eval_episodes, args.eval_inner_steps + 1
     totals = np.zeros((policies, 4, n))  # return, discounted return, length, terminations
@@ -1028,7 +1028,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     returns = totals[:, 0].mean(axis=1)
     if not (stopped() or args.evaluate):
         say(f"return after 0 to {policies - 1} inner steps: {'  '.join(f'{x:.1f}' for x in returns)}")
-    scored = min(args.inner_steps, 1)  # a policy that was not trained to adapt is scored as it is
+    scored = min(args.inner_steps, 1)  # a policy not trained to adapt is scored without adaptation
     score = totals[scored]
     metrics = {f"eval/return_{name}": getattr(score[0], name)() for name in ("mean", "std", "min", "max")}
     names = "discounted_return_mean", "length_mean", "termination_rate"
@@ -1056,14 +1056,14 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 class Film:
-    """A film of the first environment, in VP8, which browsers play, at up to 30 frames a second."""
+    """A video of the first environment in VP8, which browsers play, at up to 30 frames a second."""
 
     def __init__(self, args, envs, path: Path):
         self.envs, self.path, self.env_id, self.writer, self.t = envs, path, args.env_id, None, 0
         self.fps = envs.metadata.get("render_fps") or 15
 
     def add(self) -> None:
-        """Called after each step that the film shows."""
+        """Adds the current frame; called after each step to show."""
         every = math.ceil(self.fps / 30)
         if self.t % every == 0:
             frame = as_frame(self.envs.envs[0].render(), self.env_id)
@@ -1079,7 +1079,7 @@ class Film:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -1090,14 +1090,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1114,10 +1114,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1143,7 +1143,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1156,9 +1156,9 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def load_adapted(path: str | Path, tasks: np.ndarray) -> Policy:
-    """The policy in a .pt file or a run folder after inner_steps inner steps on each of these tasks (n, dim),
-    for which it plays episodes_per_task episodes of each. A batch of observations holds equally many of each
-    task, in their order; with one task a single observation will do."""
+    """The policy in a .pt file or a run folder, adapted to each of these tasks (n, dim) by inner_steps inner
+    steps, on episodes_per_task episodes each. A batch of observations has equally many of each task, in
+    order; with one task, a single observation works too."""
     policy, args, rollouts = load_policy(path), Args(**load(path)["args"]), []
     agent, envs = policy.agent, make_task_envs(args, tasks, args.episodes_per_task)
     envs.reset(seed=args.eval_seed)
@@ -1175,15 +1175,15 @@ def load_adapted(path: str | Path, tasks: np.ndarray) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1195,10 +1195,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1221,7 +1221,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1245,9 +1245,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1260,7 +1260,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1312,7 +1312,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1326,7 +1326,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1356,7 +1356,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1369,13 +1369,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1387,7 +1387,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1424,7 +1424,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1432,7 +1432,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

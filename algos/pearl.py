@@ -1,4 +1,4 @@
-"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): meta-learning off policy. From transitions of a task, the
+"""PEARL (Rakelly et al. 2019, arXiv 1903.08254): off-policy meta-learning. From transitions of a task, the
 context c, an encoder infers a belief over a latent z; SAC's actor and critics learn all tasks, given z.
 
     belief   q(z | c) ~ prod_n N(z; mean(c_n), var(c_n)),   c_n = (s, a, r[, s']);   N(0, 1) if c is empty
@@ -6,19 +6,19 @@ context c, an encoder infers a belief over a latent z; SAC's actor and critics l
     critics  L = sum_i E[(Q_i(s, a, z) - y)^2] + kl_lambda KL(q(z | c) || N(0, 1)),   z ~ q(z | c)
     actor    L = E[alpha log pi(a | s, z) - min_i Q_i(s, a, z)],   a = tanh(mean + std noise)
 
-The loss of the critics is also that of the encoder, which learns from nothing else. In a new task z is drawn
-from the prior, held for an episode, and drawn anew from q(z | c) given everything seen in this task.
+The critics' loss also trains the encoder, which has no other loss. In a new task, z is drawn from the prior,
+held for an episode, and redrawn from q(z | c) given everything seen in this task.
 
 Differences from the paper:
- 1. Target critics and a learned temperature, as in sac.py; the paper's SAC has V, its target and a fixed one.
- 2. Tasks are collected in rounds of num_envs tasks at once, those with the least data first; the paper takes
-    one after the other, at random. The first actions are random, as in sac.py; on request those of a share
+ 1. Target critics and a learned temperature, as in sac.py; the paper's SAC has V, a target V and a fixed one.
+ 2. Data is collected in rounds of num_envs tasks at once, those with the least data first; the paper takes
+    random tasks one by one. The first actions are random, as in sac.py; with random_share, those of a share
     of the tasks always are.
  3. The KL is a mean over the tasks of a meta-batch, like the losses of actor and critics.
- 4. The encoder has the learning rate of the critics unless told otherwise.
- 5. A time limit is no termination: y bootstraps from the value of the true final observation.
- 6. On request z is drawn anew every hold_z steps, within an episode too.
- 7. Weights start as in sac.py, with the hidden layers of the encoder orthogonal, too.
+ 4. By default, the encoder has the critics' learning rate.
+ 5. A time limit is not a termination: y bootstraps from the value of the true final observation.
+ 6. With hold_z, z is also redrawn within an episode, every hold_z steps.
+ 7. Initialization as in sac.py; the hidden layers of the encoder are orthogonal, too.
 
     python algos/pearl.py --env-id PointRobot-v0
 """
@@ -65,74 +65,74 @@ Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
     checkpoint_every: int = 50_000  # steps per environment between checkpoints; 0: only at the end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 20  # adapted episodes of one evaluation, of the test tasks in turn
+    eval_episodes: Count = 20  # adapted episodes per evaluation, of the test tasks in turn
     eval_max_steps: Count = 100_000  # steps after which an episode of an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations and of the test tasks
     sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
-    log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film the first adaptation of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    log_every: int = 1_000  # environment steps between log entries
+    capture_video: bool = False  # record a video of the first adaptation of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "PointRobot-v0"  # family of tasks, in this file or module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 5  # environments that step together, in each round of as many training tasks
-    horizon: Count = 200  # most steps of an episode
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 5  # environments stepped together, one training task each per round
+    horizon: Count = 200  # maximum length of an episode, in steps
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     num_train_tasks: Count = 80  # tasks to learn from
     num_test_tasks: Count = 20  # tasks that evaluations adapt to
-    adaptation_episodes: Count = 2  # episodes in a test task before the one that is scored
+    adaptation_episodes: Count = 2  # episodes in a test task before the scored one
     # algorithm
     total_timesteps: Count = 100_000  # environment steps, rounded up to whole rounds
     learning_starts: int = 2_000  # environment steps of random actions before the first update
-    random_share: Share = 0.0  # share of the tasks of a round whose actions stay random after that
-    random_hold: Count = 1  # steps for which a random action is kept, to explore by longer moves
+    random_share: Share = 0.0  # share of the tasks in a round whose actions stay random after that
+    random_hold: Count = 1  # steps that each random action lasts, to explore by longer moves
     steps_prior: Count = 100  # steps of a round with z from the prior; they become context
     steps_posterior: Steps = 0  # steps with z from the belief so far; they become context, too
-    extra_steps_posterior: Steps = 100  # steps with z from the belief that are only for replay
+    extra_steps_posterior: Steps = 100  # steps with z from the belief, only for replay
     buffer_size: Count = 1_000_000  # transitions kept for replay, of all training tasks together
-    meta_batch_size: Count = 16  # tasks in each update
-    batch_size: Count = 256  # transitions of each of them
-    embedding_batch_size: Count = 64  # transitions in the context of each of them
-    updates_per_step: Rate = 1.0  # updates for each environment step, also a fraction or many
-    learning_rate: Rate = 3e-4  # step size of the updates
+    meta_batch_size: Count = 16  # tasks per update
+    batch_size: Count = 256  # transitions per task
+    embedding_batch_size: Count = 64  # transitions in the context of each task
+    updates_per_step: Rate = 1.0  # updates per environment step; may be a fraction or above 1
+    learning_rate: Rate = 3e-4  # step size of Adam
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     encoder_lr: Rate | None = None  # learning rate of the encoder; None: that of the critics
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
-    anneal_lr: bool = False  # learning rates fall linearly to 0
-    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
-    gamma: Share = 0.99  # discount
-    tau: Share = 0.005  # share of the new weights in each update of the target networks
-    alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
-    auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
-    target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    max_grad_norm: Rate = math.inf  # clip gradients of actor and critics to this global norm; inf: never
+    gamma: Share = 0.99  # discount factor
+    tau: Share = 0.005  # share of the online weights in each update of the target networks
+    alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: initial, or without auto_alpha fixed
+    auto_alpha: bool = True  # learn the temperature that makes the entropy target_entropy
+    target_entropy: float | None = None  # in nats; None: minus the number of action dimensions
     latent_dim: Count = 5  # dimensions of z
-    hold_z: Steps = 0  # steps after which z is drawn anew; 0: it is held for an episode, as in the paper
-    information_bottleneck: bool = True  # z is drawn, and the KL keeps it small; else z is the mean output
-    kl_lambda: Rate = 0.1  # weight of the KL
-    next_obs_in_context: bool = False  # the context has s', for tasks that differ in their dynamics
+    hold_z: Steps = 0  # steps after which z is redrawn; 0: it is held for an episode, as in the paper
+    information_bottleneck: bool = True  # sample z, and keep its KL small; else z is the mean output
+    kl_lambda: Rate = 0.1  # weight of the KL divergence
+    next_obs_in_context: bool = False  # include s' in the context, for tasks that differ in their dynamics
     mean_reg: Rate = 1e-3  # weight of the squared means of the policy, before tanh
     log_std_reg: Rate = 1e-3  # weight of its squared log standard deviations
     pre_tanh_reg: Rate = 0.0  # weight of its squared samples, before tanh
     hidden_sizes: tuple[Count, ...] = (300, 300, 300)  # widths of the hidden layers of actor and critics
     encoder_sizes: tuple[Count, ...] = (200, 200, 200)  # widths of the hidden layers of the encoder
-    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
-    reward_scale: float = 1.0  # rewards times this, for actor and critics only
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
+    reward_scale: float = 1.0  # factor on rewards, for actor and critics only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def product_of_gaussians(mean, var):
-    """Mean and variance (T, Z) of the normalized product of N Gaussians each, mean and var (T, N, Z).
+    """Mean and variance (T, Z) of the normalized product of N Gaussians, given mean and var (T, N, Z).
 
     1 / var = sum_n 1 / var_n,   mean = var sum_n mean_n / var_n
     """
@@ -149,7 +149,7 @@ def squashed_gaussian(mean, log_std, noise):
     """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,).
 
     log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2) (Haarnoja et al. 2018, appendix C). The
-    logarithm of the slope is written so that it stays exact where tanh(u) rounds to 1.
+    log of the slope is in a form that stays exact where tanh(u) rounds to 1.
     """
     u = mean + log_std.exp() * noise
     log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -163,7 +163,7 @@ def soft_value(q_values, log_prob, alpha):
 
 
 def critic_loss(q_values, y):
-    """Sum over the critics of the mean squared error of q_values (n, B), from the target y (B,)."""
+    """Mean squared error between q_values (n, B) and the target y (B,), summed over the critics."""
     return (q_values - y).square().mean(dim=-1).sum()
 
 
@@ -174,15 +174,15 @@ def alpha_loss(log_alpha, entropy, target_entropy):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     if args.num_envs > args.num_train_tasks:
-        raise UsageError(f"--num-envs {args.num_envs}: at most --num-train-tasks {args.num_train_tasks}")
+        raise UsageError(f"--num-envs {args.num_envs} exceeds --num-train-tasks {args.num_train_tasks}")
     if args.learning_starts > args.total_timesteps:
         late = f"--learning-starts {args.learning_starts} is beyond --total-timesteps"
         raise UsageError(f"{late} {args.total_timesteps}: try {args.total_timesteps // 10}")
     agent = Agent(*standard_spaces(args), args, device)
-    if args.evaluate:  # playing needs no memory
+    if args.evaluate:  # before the replay buffer takes memory
         return Run(args, agent=agent).evaluate()
     actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
@@ -220,7 +220,7 @@ def train(args: Args) -> np.ndarray:
 
     def update_actor(batch):
         """One gradient step of the actor and one of the temperature."""
-        with torch.no_grad():  # the encoder learns from the critics alone
+        with torch.no_grad():  # the encoder learns only from the critics
             z = draw(*agent.belief(batch["context"])).repeat_interleave(args.batch_size, dim=0)
         action, log_prob, (mean, log_std, u) = agent.policy(batch["obs"], z)
         alpha = agent.log_alpha.detach().exp()
@@ -242,18 +242,18 @@ def train(args: Args) -> np.ndarray:
     parts = dict(agent=agent, buffer=buffer, actor_optimizer=actor_optimizer)
     parts |= dict(critic_optimizer=critic_optimizer, alpha_optimizer=alpha_optimizer)
     with Run(args, **parts) as run:
-        if not args.auto_alpha:  # also where the resumed run had another one
+        if not args.auto_alpha:  # also if the resumed run had another temperature
             nn.init.constant_(agent.log_alpha, math.log(args.alpha))
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, *_ = run.start_segment()
-                rewards, metrics = [], {}  # since the last row of the log; of the last updates
+                rewards, metrics = [], {}  # since the last log entry; of the last updates
             if args.anneal_lr:
                 for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
                     for group in optimizer.param_groups:
                         group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-            # Collect a round of other tasks: z from the prior, then given what the round has shown of each
+            # Collect a round of other tasks: z from the prior, then from the belief after the steps so far
             chosen = buffer.least_known(args.num_envs)
             set_tasks(envs, buffer.tasks[chosen])
             obs, info = envs.reset()
@@ -282,7 +282,7 @@ def train(args: Args) -> np.ndarray:
                 obs, info = reset_done(envs, next_obs, next_info, done)
             buffer.add(chosen, steps, agent.context(steps[:context_steps]))
 
-            # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
+            # Update. The step determines how many updates are due, so a resumed run stays in sync.
             if run.env_steps >= args.learning_starts:
                 ends = run.env_steps - args.num_envs * round_steps, run.env_steps
                 before, after = (int(args.updates_per_step * n) for n in ends)
@@ -304,7 +304,7 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
@@ -326,14 +326,14 @@ class MLP(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with their own weights, in one product: (n, B, fan_in) to (n, B, fan_out).
+    """n independent linear layers in one product: (n, B, fan_in) to (n, B, fan_out).
 
-    A smaller input (m, B, fan_in) goes through the first m layers alone.
+    A smaller input (m, B, fan_in) goes only through the first m layers.
     """
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
-        bound = fan_in**-0.5  # as nn.Linear starts
+        bound = fan_in**-0.5  # as in nn.Linear
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
@@ -341,13 +341,13 @@ class StackedLinear(nn.Module):
         weight, bias = self.weight, self.bias
         if len(x) < len(weight):
             weight, bias = weight[: len(x)], bias[: len(x)]
-        if weight.shape[2] == 1:  # for one output a sum of products is faster
+        if weight.shape[2] == 1:  # a sum of products is faster for one output
             return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
         return torch.baddbmm(bias, x, weight)
 
 
 class Encoder(nn.Module):
-    """What a transition (..., fan_in) of a context says of z: mean and variance, (..., latent_dim) each."""
+    """Transitions (..., fan_in) of a context to Gaussians of z: mean and variance, (..., latent_dim) each."""
 
     def __init__(self, fan_in, args):
         super().__init__()
@@ -360,7 +360,7 @@ class Encoder(nn.Module):
 
 
 class Critic(nn.Module):
-    """The values Q_i(s, a, z) of two critics, (2, B), for vectors (B, ...)."""
+    """Values Q_i(s, a, z) of two critics, (2, B), for vectors (B, ...)."""
 
     def __init__(self, fan_in, args):
         super().__init__()
@@ -394,14 +394,14 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"{args.env_id} has {action_space} actions, PEARL needs a bounded Box")
+            raise UsageError(f"{args.env_id} has {action_space} actions, but PEARL needs a bounded Box")
         if obs_space.images:
-            text = "a context of many transitions needs small ones, so turn images into a few numbers"
-            raise UsageError(f"{args.env_id} shows images: {text}")
+            text = "a context holds many transitions, so turn the images into a few numbers"
+            raise UsageError(f"{args.env_id} has image observations: {text}")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.latent_dim, self.bottleneck = args.latent_dim, args.information_bottleneck
         self.next_obs, self.hold_z = args.next_obs_in_context, args.hold_z
-        self.generator = torch.Generator().manual_seed(args.eval_seed)  # a loaded policy repeats its guesses
+        self.generator = torch.Generator().manual_seed(args.eval_seed)  # makes a loaded policy reproducible
         obs, action = obs_space.shape[0], action_space.shape[0]
         self.encoder = Encoder(obs + action + 1 + obs * args.next_obs_in_context, args)
         self.actor = Actor(obs + args.latent_dim, action, args)
@@ -411,9 +411,9 @@ class Agent(nn.Module):
         self.to(device)
 
     def belief(self, context, known=None):
-        """Mean and variance of q(z | c), (T, Z), of contexts (T, N, W); known (T, N) tells which rows count.
+        """Mean and variance of q(z | c), (T, Z), for contexts (T, N, W); known (T, N) marks rows that count.
 
-        Without the information bottleneck z is the mean of the outputs, and has no variance.
+        Without the information bottleneck, z is the mean of the outputs, with variance 0.
         """
         mean, var = self.encoder(context)
         if not self.bottleneck:
@@ -424,7 +424,7 @@ class Agent(nn.Module):
         return mean, var if self.bottleneck else torch.zeros_like(var)
 
     def context(self, steps):
-        """Contexts (num_envs, N, W) of N steps of all environments, each a dict of what happened."""
+        """Contexts (num_envs, N, W) from N steps of all environments, each step a dict of arrays."""
         names = ["obs", "action", "reward"] + ["next_obs"] * self.next_obs
         parts = (np.stack([step[name] for step in steps], axis=1) for name in names)
         parts = [x.reshape(*x.shape[:2], -1) for x in parts]
@@ -432,9 +432,9 @@ class Agent(nn.Module):
 
     @torch.no_grad()
     def belief_after(self, steps, n):
-        """Mean and variance of q(z | c) in n environments after these steps; before the first the prior.
+        """Mean and variance of q(z | c) in n environments after these steps; without steps, the prior.
 
-        step["known"] (n,) may tell in which of the environments a step counts.
+        step["known"] (n,), if given, marks the environments in which a step counts.
         """
         prior = torch.zeros(n, self.latent_dim, device=self.device)
         if not steps:
@@ -443,16 +443,16 @@ class Agent(nn.Module):
         return self.belief(self.context(steps), to_tensor(known, self.device))
 
     def policy(self, obs, z):
-        """Sampled actions (B, A), their log_prob (B,); to regularize: mean, log_std, sample before tanh."""
+        """Sampled actions (B, A), their log_prob (B,); for regularization mean, log_std and u before tanh."""
         mean, log_std = self.actor(obs, z)
         noise = torch.randn_like(mean)
         return *squashed_gaussian(mean, log_std, noise), (mean, log_std, mean + log_std.exp() * noise)
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density.
+        """Actions (num_envs, A) for a vector environment, greedy or sampled, without their density.
 
-        They depend on info["z"], (num_envs, Z). If there is none, act draws it from the prior and keeps it.
+        They depend on info["z"], (num_envs, Z). If it is missing, act draws it from the prior and stores it.
         """
         if "z" not in info:
             noise = torch.randn(len(obs), self.latent_dim, generator=self.generator)
@@ -464,15 +464,15 @@ class Agent(nn.Module):
 
 
 def draw(mean, var):
-    """z of N(mean, var), so that gradients reach both."""
+    """Samples z from N(mean, var) so that gradients reach both."""
     return mean + var.sqrt() * torch.randn_like(mean)
 
 
 # ------------------------------------------------------------------------------------------------ meta-test
 def play_test_tasks(args, agent, envs, stopped):
-    """Plays adaptation_episodes + 1 episodes of a test task in each environment, by the belief so far.
+    """Plays adaptation_episodes + 1 episodes of a test task in each environment, given the belief so far.
 
-    Yields for each step the number of the episode, t, which environments still play it, and their rewards,
+    Yields for each step the episode number, t, which environments are still playing, and their rewards,
     terminations and info.
     """
     n, steps = envs.num_envs, []
@@ -496,16 +496,16 @@ def play_test_tasks(args, agent, envs, stopped):
 
 
 # ---------------------------------------------------------------------------------------------------- tasks
-POINTS = {  # families in the plane: starts and goals lie in squares from -x to x, the third is sparse
+POINTS = {  # families in the plane: starts and goals are in squares from -x to x; the third is sparse
     "PointNavigation-v0": dict(start=0.0, goal=0.5),
     "PointRobot-v0": dict(start=1.0, goal=1.0),
-    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # its goals: on the half circle of radius 1
+    "SparsePointRobot-v0": dict(start=0.0, goal=1.0),  # goals are on the half circle of radius 1
 }
 CHEETAHS = ("HalfCheetahDir-v0", "HalfCheetahVel-v0")
 
 
 class PointTasks(gym.vector.VectorEnv):
-    """Points that step at most 0.1 along each axis, each towards a goal that it does not see, its task.
+    """Points that move at most 0.1 per step along each axis. The task of each is a goal that it cannot see.
 
     Reward: minus the distance to the goal; sparse: 1 - distance within 0.2 of it, else 0.
     """
@@ -514,7 +514,7 @@ class PointTasks(gym.vector.VectorEnv):
 
     def __init__(self, args, tasks, render_mode=None):
         self.task, self.num_envs, self.horizon = tasks, len(tasks), args.horizon
-        self.render_mode, self.envs = render_mode, [self]  # a film asks the first one
+        self.render_mode, self.envs = render_mode, [self]  # a video renders the first one
         self.start, self.sparse = POINTS[args.env_id]["start"], args.env_id.startswith("Sparse")
         point = make_env(args)
         self.single_observation_space, self.single_action_space = point.observation_space, point.action_space
@@ -550,7 +550,7 @@ class PointTasks(gym.vector.VectorEnv):
 
 
 class CheetahTask(gym.Wrapper):
-    """A HalfCheetah paid for running in a direction, or at a velocity; its task is 1 or -1, or in [0, 3]."""
+    """A HalfCheetah rewarded for running in a direction (task 1 or -1) or at a velocity (task in [0, 3])."""
 
     def __init__(self, env, by_direction):
         super().__init__(env)
@@ -567,7 +567,7 @@ class CheetahTask(gym.Wrapper):
 
 
 class TaskSetter(gym.Wrapper):
-    """Lets a vector set the task of each of its environments, as the attribute task."""
+    """Lets a vector environment set the task of each of its environments, as the attribute task."""
 
     task = property(lambda self: None, lambda self, task: self.get_wrapper_attr("set_task")(task))
 
@@ -580,7 +580,7 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
     if args.env_id in POINTS:
         side = POINTS[args.env_id]["goal"]
         return rng.uniform(-side, side, (n, 2)).astype(np.float32)
-    if args.env_id == "HalfCheetahDir-v0":  # as many forwards as backwards
+    if args.env_id == "HalfCheetahDir-v0":  # as many forward as backward
         return rng.permutation(np.resize([-1, 1], (n, 1))).astype(np.float32)
     if args.env_id == "HalfCheetahVel-v0":
         return rng.uniform(0, 3, (n, 1)).astype(np.float32)
@@ -590,12 +590,12 @@ def sample_tasks(args, n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def set_tasks(envs: gym.vector.VectorEnv, tasks: np.ndarray) -> None:
-    """Gives each task an equal share of the environments, in their order, from the next reset on."""
+    """Gives each task an equal share of the environments, in order, from the next reset on."""
     envs.set_attr("task", [*np.repeat(tasks, envs.num_envs // len(tasks), axis=0)])
 
 
-# Points: own trials. HalfCheetah: tasks, horizon and embedding batch (of Vel) of the authors' code
-# (katerakelly/oyster), but twice its cost of control, smaller networks, batches and rounds, and larger steps
+# Points: our own experiments. HalfCheetah: tasks, horizon and embedding batch (of Vel) from the authors' code
+# (katerakelly/oyster), with twice its control cost, smaller networks, batches and rounds, and larger steps.
 POINT = dict(horizon=20, num_envs=80, num_train_tasks=400, num_test_tasks=40, eval_episodes=40,
              total_timesteps=240_000, learning_starts=24_000, random_hold=20, steps_prior=20,
              steps_posterior=20, extra_steps_posterior=20, batch_size=32, embedding_batch_size=40,
@@ -617,7 +617,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -639,13 +639,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -680,7 +680,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -691,7 +691,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -744,7 +744,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -774,8 +774,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -798,7 +798,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -811,17 +811,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -839,7 +839,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -877,13 +877,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
-    """An environment of a family of tasks. One of a point has only spaces: make_envs moves all points."""
+    """An environment of a family of tasks. That of a point has only spaces: make_envs moves all points."""
     if args.env_id in POINTS:
         point = gym.Env()
         point.observation_space = Box(-np.inf, np.inf, (2,), np.float32)
         point.action_space = Box(-1, 1, (2,), np.float32)
         return StandardEnv(point, args)
-    if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+    if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
         sys.path.append("")
     cheetah = args.env_id in CHEETAHS
     try:
@@ -891,21 +891,21 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
         env = gym.make(env_id, max_episode_steps=args.horizon, **{**args.env_kwargs, **kwargs})
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}") from error
     if cheetah:
         env = CheetahTask(env, args.env_id == CHEETAHS[0])
     elif not (env.has_wrapper_attr("sample_task") and env.has_wrapper_attr("set_task")):
         families = ", ".join((*POINTS, *CHEETAHS))
-        text = f"is no family of tasks: it has no sample_task(rng) and set_task(task). There are {families}"
+        text = f"is not a family of tasks: it lacks sample_task(rng) and set_task(task). Try {families}"
         raise UsageError(f"{args.env_id} {text}")
     return StandardEnv(TaskSetter(env), args, mask_in_info)
 
 
 def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.vector.VectorEnv:
-    """len(tasks) * episodes standard environments: task i has rows i * episodes and following.
+    """len(tasks) * episodes standard environments: task i has episodes rows from i * episodes on.
 
-    Episodes end explicitly: reset_done follows every step.
+    Nothing resets by itself: call reset_done after every step.
     """
     rows, training = np.repeat(tasks, episodes, axis=0), os.getpid()
 
@@ -919,7 +919,7 @@ def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.
             raise UsageError(f"{args.env_id} has no --env-kwargs")
         return PointTasks(args, rows, **kwargs)
     env, mask_in_info = make_env(args, **kwargs), False
-    if env.choices:  # whether info has a mask, only a reset tells
+    if env.choices:  # only a reset shows whether info has a mask
         env.env.task = rows[0]
         env.reset()
         mask_in_info = "action_mask" in env.info
@@ -931,7 +931,7 @@ def make_task_envs(args, tasks: np.ndarray, episodes: int = 1, **kwargs) -> gym.
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments, each with a task of its own."""
+    """num_envs standard environments, each with its own task."""
     return make_task_envs(args, sample_tasks(args, num_envs, np.random.default_rng(args.seed)), **kwargs)
 
 
@@ -943,7 +943,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -954,13 +954,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -969,14 +969,14 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 # --- replay memory
 class TaskBuffer:
-    """The training tasks; for each its last transitions, in a ring, and the context of its last round."""
+    """The training tasks, each with its latest transitions, in a ring, and the context of its last round."""
 
     def __init__(self, args, tasks, agent, context_steps, round_steps):
         self.tasks, self.device = tasks, agent.device
@@ -998,11 +998,11 @@ class TaskBuffer:
         self.context = zeros(len(tasks), context_steps, width)
 
     def least_known(self, n: int) -> np.ndarray:
-        """n tasks with the fewest steps so far; chance decides between equals."""
+        """The n tasks with the fewest steps so far; ties are broken at random."""
         return np.lexsort((np.random.random(len(self.tasks)), self.added))[:n]
 
     def add(self, tasks, steps, context) -> None:
-        """A round: steps of all tasks side by side. Their context becomes that of the round."""
+        """Stores a round: steps of all its tasks in parallel, and their context, replacing the last one."""
         index = tasks[None] * self.size + (self.added[tasks] + np.arange(len(steps))[:, None]) % self.size
         index = to_tensor(index, self.device)
         for name, x in self.data.items():
@@ -1011,7 +1011,7 @@ class TaskBuffer:
         self.added[tasks] += len(steps)
 
     def sample(self, num_tasks, batch_size, embedding_batch_size) -> dict[str, torch.Tensor]:
-        """Transitions (T * B, ...) of T tasks, B of each side by side, and contexts (T, N, W) of them."""
+        """Samples transitions (T * B, ...) of T tasks, B in a row from each, and their contexts (T, N, W)."""
         seen = self.added.nonzero()[0]
         tasks = np.random.choice(seen, num_tasks, replace=len(seen) < num_tasks)
         filled = to_tensor(self.added[tasks].clip(max=self.size), self.device)
@@ -1024,7 +1024,7 @@ class TaskBuffer:
         return batch | dict(context=self.context[tasks[:, None], at])
 
     def state_dict(self) -> dict:
-        """The rows in use. A tensor would be saved with all of its storage, so each is cut in NumPy."""
+        """The rows in use. PyTorch would save the whole storage of a slice, so NumPy slices them."""
         n, longest = len(self.tasks), min(self.added.max(), self.size)
         rows = {name: x.view(n, self.size, *x.shape[1:])[:, :longest] for name, x in self.data.items()}
         rows = {name: x.cpu().numpy() for name, x in (rows | dict(context=self.context)).items()}
@@ -1034,7 +1034,7 @@ class TaskBuffer:
     def load_state_dict(self, state: dict) -> None:
         if state["size"] != self.size or state["context"].shape != self.context.shape:
             what = "keep --buffer-size and the numbers of tasks and steps"
-            raise ValueError(f"its buffer has another shape: {what}")
+            raise ValueError(f"its replay buffer has another shape: {what}")
         self.tasks, self.added = state["tasks"].numpy().copy(), state["added"].numpy().copy()
         self.context.copy_(state["context"])
         for name, x in self.data.items():
@@ -1101,7 +1101,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -1125,7 +1125,7 @@ def free_memory(device: torch.device) -> int:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -1141,10 +1141,10 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 
 
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
-    """Adapts in eval_episodes environments, of the test tasks in turn, and scores the episode after that.
+    """Adapts in eval_episodes environments, to the test tasks in turn, and scores the next episode.
 
-    Returns the return of each, the means of what is measured there (success only where info tells it), and
-    the mean return after each number of episodes.
+    Returns the return of each, its mean metrics (success only if info reports it), and the mean return after
+    each number of episodes.
     """
     n, last = args.eval_episodes, args.adaptation_episodes
     totals = np.zeros((last + 1, 4, n))  # return, discounted return, length, terminations
@@ -1177,14 +1177,14 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 class Film:
-    """A film of the first environment, in VP8, which browsers play, at up to 30 frames a second."""
+    """A video of the first environment in VP8, which browsers play, at up to 30 frames a second."""
 
     def __init__(self, args, envs, path: Path):
         self.envs, self.path, self.env_id, self.writer, self.t = envs, path, args.env_id, None, 0
         self.fps = envs.metadata.get("render_fps") or 15
 
     def add(self) -> None:
-        """Called after each step that the film shows."""
+        """Adds the current frame; called after each step to show."""
         every = math.ceil(self.fps / 30)
         if self.t % every == 0:
             frame = as_frame(self.envs.envs[0].render(), self.env_id)
@@ -1200,7 +1200,7 @@ class Film:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -1211,14 +1211,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1235,10 +1235,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1264,7 +1264,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1277,9 +1277,9 @@ def load_policy(path: str | Path) -> Policy:
 
 
 def tell(policy: Policy, reward: float, next_obs, done: bool) -> None:
-    """Tells a policy of load_policy what its last action led to, so that it adapts to the task.
+    """Tells a policy of load_policy the outcome of its last action, so that it adapts to the task.
 
-    As in an evaluation z is held for an episode, and then drawn from the belief after everything told so far.
+    As in an evaluation, z is held for an episode and then redrawn from the belief after all outcomes so far.
     reset() forgets the task.
     """
     info, agent = policy.info, policy.agent
@@ -1295,15 +1295,15 @@ def tell(policy: Policy, reward: float, next_obs, done: bool) -> None:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1315,10 +1315,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1341,7 +1341,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1365,9 +1365,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1380,7 +1380,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1432,7 +1432,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1446,7 +1446,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1476,7 +1476,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1489,13 +1489,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1507,7 +1507,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1544,7 +1544,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1552,7 +1552,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

@@ -8,12 +8,12 @@ steps on each rollout, with a clipped objective that keeps the policy close to t
 
 Differences from the paper:
  1. Advantages are normalized in each minibatch, and the gradient is clipped by its global norm.
- 2. The value error carries a factor 1/2; actor and critic share no layers by default.
+ 2. The value loss has a factor 1/2; by default, actor and critic share no layers.
  3. A time limit does not end the return: A_t bootstraps from the value of the true final observation.
- 4. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] stretched to the bounds of
-    the space; they are clipped only on their way into the environment.
- 5. Weights start orthogonal, with gain sqrt(2) in hidden layers, 0.01 for the policy and 1 for the value.
- 6. Images: Nature CNN (Mnih et al. 2015); on Atari shared by actor and critic, and rewards become their sign.
+ 4. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] rescaled to the bounds of
+    the space; only the environment receives them clipped.
+ 5. Orthogonal initialization, with gain sqrt(2) in hidden layers, 0.01 for the policy and 1 for the value.
+ 6. Images: Nature CNN (Mnih et al. 2015). On Atari, actor and critic share it and learn from reward signs.
 
     python algos/ppo.py --env-id CartPole-v1
 """
@@ -59,55 +59,55 @@ Bonus = Literal["none", "regularized", "softplus", "max"]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations sample actions instead of taking the most likely ones
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 4  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 4  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
-    num_steps: Count = 128  # steps of each environment in a rollout
+    num_steps: Count = 128  # steps per environment in each rollout
     update_epochs: Count = 10  # passes over each rollout
     num_minibatches: Count = 4  # gradient steps in each pass
-    learning_rate: Rate = 3e-4  # step size of the update
+    learning_rate: Rate = 3e-4  # step size of Adam
     critic_lr: Rate | None = None  # learning rate of the critic; None: learning_rate
-    anneal_lr: bool = False  # learning rates fall linearly to 0
-    adam_eps: Rate = 1e-5  # added to the denominator of Adam
-    gamma: Share = 0.99  # discount
-    gae_lambda: Share = 0.95  # lambda of the advantage; 1: returns to the end of the rollout, then V
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    adam_eps: Rate = 1e-5  # epsilon of Adam, added to the denominator
+    gamma: Share = 0.99  # discount factor
+    gae_lambda: Share = 0.95  # lambda of GAE; 1: returns to the end of the rollout, then V
     normalize_advantage: bool = True  # to mean 0 and standard deviation 1 in each minibatch
     positive_advantage: bool = False  # subtract the smallest advantage of each minibatch
-    clip_coef: Rate = 0.2  # eps of eq. 7
-    clip_value: Rate = math.inf  # distance from the old value beyond which the value gains nothing
-    value_coef: Rate = 0.5  # c_1, weight of the value error
-    entropy_coef: float = 0.0  # c_2, weight of the entropy
-    entropy_method: Bonus = "regularized"  # none; add it to the loss, or its softplus; max: add it to rewards
-    max_grad_norm: Rate = 0.5  # global norm at which the gradient is clipped
-    target_kl: Rate = math.inf  # end the epochs when the KL from the old policy passes this
-    hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (behind the CNN on images)
-    critic_sizes: tuple[Count, ...] | None = None  # widths in the critic; None: hidden_sizes
-    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # between the hidden layers
+    clip_coef: Rate = 0.2  # eps of eq. 7, clip range of the ratio
+    clip_value: Rate = math.inf  # clip range of the value around its old value; inf: no clipping
+    value_coef: Rate = 0.5  # c_1, weight of the value loss
+    entropy_coef: float = 0.0  # c_2, weight of the entropy bonus
+    entropy_method: Bonus = "regularized"  # entropy or its softplus in the loss; max: entropy in the rewards
+    max_grad_norm: Rate = 0.5  # clip the gradient to this global norm
+    target_kl: Rate = math.inf  # stop the epochs when the KL from the old policy exceeds this
+    hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (after the CNN on images)
+    critic_sizes: tuple[Count, ...] | None = None  # hidden layers of the critic; None: hidden_sizes
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # after each hidden layer
     shared_trunk: bool = False  # actor and critic share all layers but the last
     log_std_init: float = -1.0  # initial log standard deviation of Box actions
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
-    clip_reward: bool = False  # rewards to their sign, for learning only
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    normalize_reward: bool = False  # divide rewards by the std of the running discounted return
+    clip_reward: bool = False  # learn from the sign of rewards
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -115,7 +115,7 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
     """Generalized advantage estimation (Schulman et al. 2016, arXiv 1506.02438, eq. 16; PPO eq. 11, 12).
 
     All inputs and the result are (num_steps, num_envs). next_value[t] is V of the true successor of step t,
-    final observations included. A termination ends the return; a truncation only cuts the sum.
+    final observations included. A termination ends the return; a truncation bootstraps from next_value.
     """
     td_error = reward + gamma * (1 - terminated) * next_value - value
     td_error, decay = td_error.numpy(), (gamma * gae_lambda * (1 - done)).numpy()  # NumPy: faster here
@@ -126,13 +126,13 @@ def compute_gae(reward, value, next_value, terminated, done, gamma, gae_lambda):
 
 
 def clipped_policy_loss(log_prob, old_log_prob, advantage, clip_coef):
-    """-L_CLIP (PPO eq. 7): nothing is gained by moving the ratio more than clip_coef from 1. Inputs (B,)."""
+    """-L_CLIP (PPO eq. 7): no gain from moving the ratio more than clip_coef away from 1. Inputs (B,)."""
     ratio = (log_prob - old_log_prob).exp()
     return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
 
 
 def value_loss(value, old_value, return_, clip_value):
-    """Half the mean squared error (B,); at least that of V kept within clip_value of the old value."""
+    """Half the mean squared error (B,), or if larger, that of V clipped to within clip_value of the old V."""
     if clip_value == math.inf:
         return 0.5 * F.mse_loss(value, return_)
     near_value = old_value + (value - old_value).clamp(-clip_value, clip_value)
@@ -141,7 +141,7 @@ def value_loss(value, old_value, return_, clip_value):
 
 @torch.no_grad()
 def policy_change(log_prob, old_log_prob, clip_coef):
-    """An unbiased, nonnegative estimate of KL(old || new), and the fraction of ratios that are clipped."""
+    """An unbiased, nonnegative estimate of KL(old || new), and the fraction of clipped ratios."""
     log_ratio = log_prob - old_log_prob
     ratio = log_ratio.exp()
     kl = (ratio - 1 - log_ratio).mean()  # k3 of Schulman 2020, "Approximating KL divergence"
@@ -150,11 +150,12 @@ def policy_change(log_prob, old_log_prob, clip_coef):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device, batch_size = set_up(args), args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
-        batch = f"{args.num_envs} environments x {args.num_steps} steps = {batch_size}"
-        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}")
+        batch = f"{args.num_envs} environments × {args.num_steps} steps = {batch_size}"
+        near = next(n for n in range(args.num_minibatches, 0, -1) if batch_size % n == 0)
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}; try {near}")
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
         return Run(args, agent=agent).evaluate()
@@ -195,14 +196,14 @@ def train(args: Args) -> np.ndarray:
     learn = CudaGraph(update) if graph else update
     with Run(args, agent=agent, optimizer=optimizer, reward_norm=reward_norm) as run:
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 reward_norm.start_segment()
             if args.anneal_lr:
                 for group in optimizer.param_groups:
                     group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-            # Act and step. Only the actor runs here; values and log-probabilities follow in one batch.
+            # Act and step. Only the actor runs here; values and log-probabilities come later, in one batch.
             steps = []
             for _ in range(args.num_steps):
                 action = agent.act(obs, info, greedy=False)
@@ -259,14 +260,14 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -274,7 +275,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -293,7 +294,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -320,9 +321,9 @@ class CategoricalHead(nn.Module):
         self.masked, self.plain = masked, bool(exists.all()) and not masked
 
     def forward(self, features, obs):
-        """pi from features (B, fan_in); a mask of legal choices is what obs ends with."""
+        """pi from features (B, fan_in). A mask of legal choices is the last part of obs."""
         logits = self.logits(features).view(-1, *self.exists.shape)
-        if self.plain:  # all choices have the same number of options, and all of these are legal
+        if self.plain:  # all choices have the same number of options, and all are legal
             return logits.log_softmax(-1)
         legal = self.exists
         if self.masked:
@@ -332,7 +333,7 @@ class CategoricalHead(nn.Module):
         return logits.masked_fill(~legal, -1e8).log_softmax(-1)
 
     def choose(self, pi, greedy):
-        """Actions (B, K). The argmax of log p + Gumbel noise is a draw from p."""
+        """Actions (B, K). The argmax of log p + Gumbel noise is a sample from p."""
         return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
 
     def log_prob(self, pi, action):
@@ -346,7 +347,7 @@ class CategoricalHead(nn.Module):
 
 
 class GaussianHead(nn.Module):
-    """Box actions of A dimensions. pi holds their means and log standard deviations (B, 2A)."""
+    """Box actions with A dimensions. pi holds their means and log standard deviations (B, 2A)."""
 
     def __init__(self, fan_in, space, log_std_init):
         super().__init__()
@@ -377,7 +378,7 @@ class GaussianHead(nn.Module):
 
 
 class Agent(nn.Module):
-    """Policy and value of observations (B, *obs_space.shape), in separate networks or on a shared trunk."""
+    """Policy and value for observations (B, *obs_space.shape), in separate networks or on a shared trunk."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
@@ -395,7 +396,7 @@ class Agent(nn.Module):
         self.to(device)
 
     def forward(self, obs):
-        """pi(. | s) as the head describes it, and V(s), (B,). A shared trunk runs once."""
+        """Parameters of pi(. | s) for the head, and V(s), (B,). A shared trunk runs once."""
         x = self.obs_norm(obs)
         features = self.actor(x)
         pi = self.head(features, obs)
@@ -410,7 +411,7 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, *action_space.shape) of a vector environment: the most likely, or sampled."""
+        """Actions (num_envs, *action_space.shape) for a vector environment: the most likely, or sampled."""
         action = self.head.choose(self.policy(to_tensor(obs, self.device)), greedy)
         return action.cpu().numpy().reshape(-1, *self.action_space.shape)
 
@@ -420,7 +421,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -437,7 +438,7 @@ class RunningNorm(nn.Module):
 
 
 class RewardNorm(nn.Module):
-    """Rewards over the standard deviation of the running discounted return, clipped to +-10."""
+    """Divides rewards by the standard deviation of the running discounted return, clipped to +-10."""
 
     def __init__(self, gamma: float):
         super().__init__()
@@ -448,7 +449,7 @@ class RewardNorm(nn.Module):
         self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
 
     def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Rewards and episode ends (num_steps, num_envs) of the steps that follow the last call."""
+        """Scales rewards (num_steps, num_envs) of the steps since the last call; done marks episode ends."""
         returns = torch.empty_like(reward)
         for t in range(len(reward)):
             returns[t] = reward[t] + self.gamma * self.return_
@@ -457,7 +458,7 @@ class RewardNorm(nn.Module):
         return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Acrobot after SLM-Lab; the others are own sweeps from RL Baselines3 Zoo's ppo.yml on.
+# Acrobot follows SLM-Lab; the others come from our own sweeps around RL Baselines3 Zoo's ppo.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9, anneal_lr=True),
@@ -478,7 +479,7 @@ TUNED = {
                                      num_minibatches=256, update_epochs=4, learning_rate=6e-4, gamma=0.999,
                                      gae_lambda=0.98, normalize_reward=True, anneal_lr=True,
                                      log_std_init=0.0, eval_every=50_000),
-    # after CleanRL's settings for MuJoCo and Atari (both also clip the value)
+    # these follow CleanRL's settings for MuJoCo and Atari, which also clip the value
     "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),
     "atari": dict(total_timesteps=10_000_000, num_envs=8, update_epochs=4, learning_rate=2.5e-4,
@@ -490,7 +491,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -512,13 +513,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -553,7 +554,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -564,7 +565,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -617,7 +618,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -647,8 +648,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -671,7 +672,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -684,17 +685,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -712,7 +713,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -750,13 +751,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -764,7 +765,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -775,12 +776,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -788,12 +789,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -816,7 +817,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -827,13 +828,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -842,7 +843,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -895,7 +896,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -914,7 +915,7 @@ class CudaGraph:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -932,7 +933,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -948,7 +949,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -986,7 +987,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -997,14 +998,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1021,10 +1022,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1050,7 +1051,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1066,15 +1067,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1086,10 +1087,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1112,7 +1113,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1136,9 +1137,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1151,7 +1152,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1203,7 +1204,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1217,7 +1218,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1247,7 +1248,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1260,13 +1261,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1278,7 +1279,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1315,7 +1316,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1323,7 +1324,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

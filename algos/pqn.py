@@ -1,4 +1,4 @@
-"""Parallelized Q-network, PQN (Gallici et al. 2024, arXiv 2407.04811): Q-learning from the rollouts of many
+"""Parallelized Q-network, PQN (Gallici et al. 2024, arXiv 2407.04811): Q-learning on rollouts of many
 environments, without a replay buffer or a target network; layer normalization keeps the values stable.
 
     return     R_t = r_t + gamma (lambda R_{t+1} + (1 - lambda) max_a Q(s_{t+1}, a))    Peng and Williams 1996
@@ -54,47 +54,47 @@ Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as training does
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    sample_actions: bool = False  # evaluations take a share epsilon of random actions, as in training
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 16  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 16  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
-    num_steps: Count = 128  # steps of each environment in a rollout
+    num_steps: Count = 128  # steps per environment in each rollout
     update_epochs: Count = 4  # passes over each rollout
     num_minibatches: Count = 4  # gradient steps in each pass
-    learning_rate: Rate = 3e-4  # step size of the update
-    anneal_lr: bool = False  # learning rates fall linearly to 0
-    adam_eps: Rate = 1e-5  # added to the denominator of Adam
-    gamma: Share = 0.99  # discount
+    learning_rate: Rate = 3e-4  # step size of Adam
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    adam_eps: Rate = 1e-5  # epsilon of Adam, added to the denominator
+    gamma: Share = 0.99  # discount factor
     q_lambda: Share = 0.9  # lambda of the return; 0: one reward, then the maximum of Q
-    max_grad_norm: Rate = 10.0  # global norm at which the gradient is clipped
-    epsilon_start: Share = 1.0  # share of random actions at first
-    epsilon_end: Share = 0.05  # share of random actions in the end
-    exploration_fraction: Share = 0.2  # share of the training in which epsilon falls
-    hidden_sizes: tuple[Count, ...] = (128, 128)  # widths of the hidden layers (behind the CNN on images)
-    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
-    clip_reward: bool = False  # rewards to their sign, for learning only
-    reward_scale: float = 1.0  # rewards times this, for learning only
+    max_grad_norm: Rate = 10.0  # clip the gradient to this global norm
+    epsilon_start: Share = 1.0  # initial share of random actions
+    epsilon_end: Share = 0.05  # final share of random actions
+    exploration_fraction: Share = 0.2  # share of training over which epsilon falls
+    hidden_sizes: tuple[Count, ...] = (128, 128)  # widths of the hidden layers (after the CNN on images)
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    normalize_reward: bool = False  # divide rewards by the std of the running discounted return
+    clip_reward: bool = False  # learn from the sign of rewards
+    reward_scale: float = 1.0  # factor on rewards, for learning only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -102,11 +102,11 @@ def q_lambda_returns(reward, next_value, terminated, done, gamma, lambda_):
     """Q(lambda): R_t = r_t + gamma (lambda R_{t+1} + (1 - lambda) next_value[t]) (Peng and Williams 1996).
 
     All inputs and the result are (num_steps, num_envs). next_value[t] is max_a Q of the true successor of
-    step t, final observations included. A termination ends the return; a truncation only cuts the sum.
+    step t, final observations included. A termination ends the return; a truncation bootstraps from it.
     """
     one_step = (reward + gamma * (1 - terminated) * next_value).numpy()  # NumPy: faster on small arrays
     next_value, decay = next_value.numpy(), (gamma * lambda_ * (1 - done)).numpy()
-    return_, last = np.empty_like(one_step), next_value[-1]  # beyond the rollout: its value
+    return_, last = np.empty_like(one_step), next_value[-1]  # after the rollout: its value
     for t in reversed(range(len(one_step))):
         return_[t] = last = one_step[t] + decay[t] * (last - next_value[t])
     return torch.from_numpy(return_)
@@ -120,11 +120,12 @@ def linear_epsilon(env_steps, args):
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device, batch_size = set_up(args), args.num_envs * args.num_steps
     if batch_size % args.num_minibatches:
-        batch = f"{args.num_envs} environments x {args.num_steps} steps = {batch_size}"
-        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}")
+        batch = f"{args.num_envs} environments × {args.num_steps} steps = {batch_size}"
+        near = next(n for n in range(args.num_minibatches, 0, -1) if batch_size % n == 0)
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide {batch}; try {near}")
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
         return Run(args, agent=agent).evaluate()
@@ -150,14 +151,14 @@ def train(args: Args) -> np.ndarray:
     learn = CudaGraph(update) if graph else update
     with Run(args, agent=agent, optimizer=optimizer, reward_norm=reward_norm) as run:
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 reward_norm.start_segment()
             if args.anneal_lr:
                 for group in optimizer.param_groups:
                     group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
 
-            # Act and step. The values of the successors follow in one batch.
+            # Act and step. The values of the successors come later, in one batch.
             steps = []
             for _ in range(args.num_steps):
                 agent.epsilon = linear_epsilon(run.env_steps, args)
@@ -207,14 +208,14 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -222,7 +223,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -241,7 +242,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -255,30 +256,30 @@ class Trunk(nn.Module):
         return x
 
 
-class PixelNorm(nn.LayerNorm):  # of each pixel of images (B, C, H, W), over its channels
+class PixelNorm(nn.LayerNorm):  # normalizes each pixel of (B, C, H, W) over its channels
     def forward(self, image):
         return super().forward(image.movedim(1, -1)).movedim(-1, 1)
 
 
 class NormTrunk(Trunk):
-    """A trunk that normalizes what enters each activation; in a CNN, each pixel by itself."""
+    """A trunk with layer normalization before each activation; in a CNN, over the channels of each pixel."""
 
     def __init__(self, layout, hidden_sizes, activation):
         super().__init__(layout, hidden_sizes, activation)
         self.layers = nn.ModuleList(nn.Sequential(x, nn.LayerNorm(x.out_features)) for x in self.layers)
         for cnn in self.cnns:
-            for i in range(0, len(cnn) - 1, 2):  # its convolutions; an activation follows each
+            for i in range(0, len(cnn) - 1, 2):  # convolutions, each followed by an activation
                 cnn[i] = nn.Sequential(cnn[i], PixelNorm(cnn[i].out_channels))
 
 
 def legal_actions(obs, num_actions):
-    """The mask (B, A) that observations end with; where no action is legal (the episode is over), all are."""
+    """The mask (B, A) at the end of observations; if no action is legal (the episode is over), all are."""
     mask = obs[:, -num_actions:] > 0
     return mask | ~mask.any(axis=1, keepdims=True)
 
 
 def random_actions(obs, num_actions, masked):
-    """An action for each observation, (B,), drawn among the legal ones."""
+    """A random legal action for each observation, (B,)."""
     if not masked:
         return np.random.randint(num_actions, size=len(obs))
     legal = legal_actions(obs, num_actions)
@@ -287,15 +288,15 @@ def random_actions(obs, num_actions, masked):
 
 
 class Agent(nn.Module):
-    """The values Q(s, a) of all actions (B, A) in observations (B, *obs_space.shape); illegal ones: -inf."""
+    """Values Q(s, a) of all actions (B, A) for observations (B, *obs_space.shape); illegal ones have -inf."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, PQN needs Discrete: try ppo.py")
+            raise UsageError(f"{args.env_id} has {action_space} actions, but PQN needs Discrete: try ppo.py")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.num_actions = int(action_space.n)
-        self.epsilon = args.epsilon_end  # training sets it anew for each step
+        self.epsilon = args.epsilon_end  # training updates it at each step
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.trunk = NormTrunk(obs_space, args.hidden_sizes, args.activation)
         self.head = orthogonal(nn.Linear(self.trunk.width, self.num_actions), gain=1.0)
@@ -309,7 +310,7 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs,) of a vector environment: the best; if not greedy, some of them random."""
+        """Actions (num_envs,) for a vector environment: the best; if not greedy, with exploration."""
         best = self(to_tensor(obs, self.device)).argmax(dim=1).cpu().numpy()
         explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
         return np.where(explore, random_actions(obs, self.num_actions, self.obs_space.masked), best)
@@ -320,7 +321,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -337,7 +338,7 @@ class RunningNorm(nn.Module):
 
 
 class RewardNorm(nn.Module):
-    """Rewards over the standard deviation of the running discounted return, clipped to +-10."""
+    """Divides rewards by the standard deviation of the running discounted return, clipped to +-10."""
 
     def __init__(self, gamma: float):
         super().__init__()
@@ -348,7 +349,7 @@ class RewardNorm(nn.Module):
         self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
 
     def forward(self, reward: torch.Tensor, done: torch.Tensor) -> torch.Tensor:
-        """Rewards and episode ends (num_steps, num_envs) of the steps that follow the last call."""
+        """Scales rewards (num_steps, num_envs) of the steps since the last call; done marks episode ends."""
         returns = torch.empty_like(reward)
         for t in range(len(reward)):
             returns[t] = reward[t] + self.gamma * self.return_
@@ -357,7 +358,7 @@ class RewardNorm(nn.Module):
         return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Atari: the authors' program. The others: own trials.
+# Atari follows the authors' code; the others come from our own experiments.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=60_000, num_envs=32, num_steps=32, num_minibatches=8, anneal_lr=True,
                         learning_rate=3e-3, q_lambda=0.95, exploration_fraction=0.1),
@@ -374,7 +375,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -396,13 +397,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -437,7 +438,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -448,7 +449,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -501,7 +502,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -531,8 +532,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -555,7 +556,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -568,17 +569,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -596,7 +597,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -634,13 +635,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -648,7 +649,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -659,12 +660,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -672,12 +673,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -700,7 +701,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -711,13 +712,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -726,7 +727,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -779,7 +780,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -798,7 +799,7 @@ class CudaGraph:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -816,7 +817,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -832,7 +833,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -870,7 +871,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -881,14 +882,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -905,10 +906,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -934,7 +935,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -950,15 +951,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -970,10 +971,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -996,7 +997,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1020,9 +1021,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1035,7 +1036,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1087,7 +1088,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1101,7 +1102,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1131,7 +1132,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1144,13 +1145,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1162,7 +1163,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1199,7 +1200,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1207,7 +1208,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

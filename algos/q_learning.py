@@ -1,5 +1,5 @@
-"""Q-learning (Watkins 1989; Watkins and Dayan 1992): a table with one value Q(s, a) for each state and
-action; every step of the environment moves one of them a little towards a better estimate.
+"""Q-learning (Watkins 1989; Watkins and Dayan 1992): a table holds a value Q(s, a) for each state and
+action; every environment step moves one of them a little toward a better estimate.
 
     Q(S, A) <- Q(S, A) + alpha (y - Q(S, A))     after state S, action A, reward R, next state S'
 
@@ -10,15 +10,15 @@ The rules (--update-rule) differ in the target y; the equations are those of Sut
     expected_sarsa  y = R + gamma sum_a pi(a | S') Q(S', a)   the mean over the policy               (eq. 6.9)
     double          y = R + gamma Q2(S', argmax_a Q1(S', a))  Q1 learns, Q2 judges; or Q1, Q2 swap  (eq. 6.10)
 
-The policy pi is epsilon-greedy: a random action with probability epsilon, else that of the largest Q(S, a).
+The policy pi is epsilon-greedy: a random action with probability epsilon, else that with the largest Q.
 Nothing follows a terminal state, so y = R there.
 
 Differences from the papers and the book:
- 1. A time limit is no terminal state: y keeps its second term, with the state in which the episode was cut.
- 2. Several environments step together. If k of them are in the same S and take the same A, Q(S, A) moves as
-    far as in k updates in a row towards the mean of their k targets.
- 3. A' is drawn before Q(S, A) moves, whatever the rule.
- 4. The observations of a Box are numbered by the cells of a grid.
+ 1. A time limit is not a terminal state: y bootstraps from the state in which the episode was cut.
+ 2. Several environments step together. If k of them are in the same S and take the same A, Q(S, A) moves
+    toward the mean of their k targets, as far as in k successive updates.
+ 3. A' is drawn before Q(S, A) is updated, whatever the rule.
+ 4. Box observations are discretized into the bins of a grid.
 
     python algos/q_learning.py --env-id FrozenLake-v1
 """
@@ -62,47 +62,47 @@ class Args:
     seed: Seed = 1  # seed of everything random
     device: Literal["cpu"] = "cpu"  # a table gains nothing from a GPU
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose table a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
-    checkpoint_every: int = 20_000  # steps per environment between checkpoints; they cut episodes; 0: at end
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose table initializes a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations take a share epsilon of random actions, too
     log_every: int = 1_000  # environment steps between log entries
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "FrozenLake-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 4  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 4  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 500_000  # environment steps, rounded up to whole steps of all environments
     update_rule: Literal["q_learning", "sarsa", "expected_sarsa", "double"] = "q_learning"  # the target y
     learning_rate: Share = 0.1  # alpha; above 1 values would overshoot their targets
-    anneal_lr: bool = True  # the learning rate falls linearly to 0
-    gamma: Share = 0.99  # discount
-    epsilon_start: Share = 0.9  # share of random actions at first
-    epsilon_decay: Share = 0.9999  # factor of epsilon after each episode
-    epsilon_min: Share = 0.01  # where epsilon stops falling
-    initial_value: float = 0.0  # of every Q(s, a); above all that can be earned, every action gets its trial
-    grid_size: tuple[Count, ...] = (10,)  # cells per dimension of a Box: one number for all or one for each
-    obs_low: tuple[float, ...] = ()  # lower ends of the grid, per dimension; empty: the bounds of the Box
-    obs_high: tuple[float, ...] = ()  # upper ends of the grid, per dimension; empty: the bounds of the Box
+    anneal_lr: bool = True  # decay the learning rate linearly to 0
+    gamma: Share = 0.99  # discount factor
+    epsilon_start: Share = 0.9  # initial share of random actions
+    epsilon_decay: Share = 0.9999  # factor on epsilon after each episode
+    epsilon_min: Share = 0.01  # minimum share of random actions
+    initial_value: float = 0.0  # of every Q(s, a); if above any possible return, every action gets tried
+    grid_size: tuple[Count, ...] = (10,)  # bins per dimension of a Box: one number for all or one for each
+    obs_low: tuple[float, ...] = ()  # lower bounds of the grid, per dimension; empty: those of the Box
+    obs_high: tuple[float, ...] = ()  # upper bounds of the grid, per dimension; empty: those of the Box
 
 
 # -------------------------------------------------------------------------------------------- learning rule
 def next_value(update_rule, next_q_values, judge_q_values, next_action, epsilon):
-    """What the next state is worth, (B,): the part of the target y that gamma discounts.
+    """Value of the next state, (B,): the part of the target y that gamma discounts.
 
     next_q_values and judge_q_values are the rows (B, A) of S' in the table that learns and in the one that
-    judges; only "double" has two. Illegal actions have -inf. next_action (B,) is A'. Equations: Sutton and
-    Barto 2018.
+    judges; only "double" has two tables. Illegal actions have -inf. next_action (B,) is A'. Equations: Sutton
+    and Barto 2018.
     """
     rows, legal = np.arange(len(next_q_values)), next_q_values > -np.inf
     if update_rule == "q_learning":
@@ -118,23 +118,23 @@ def next_value(update_rule, next_q_values, judge_q_values, next_action, epsilon)
 def update_table(q_values, index, td_target, alpha):
     """Q(S, A) <- Q(S, A) + alpha (y - Q(S, A)) in place, for B pairs (S, A) at index (B,) of a flat table.
 
-    Adding up the changes of k equal pairs would overshoot, and writing one over the other would forget all
-    but one. Such a pair moves 1 - (1 - alpha)^k of the way to the mean of its targets.
+    Summing the updates of k equal pairs would overshoot, and overwriting them would keep only one. Such a
+    pair moves 1 - (1 - alpha)^k of the way to the mean of its targets.
     """
     same = index[:, None] == index  # (B, B)
     k = same.sum(axis=1)
     mean_target = same @ td_target / k
-    q_values[index] += (1 - (1 - alpha) ** k) * (mean_target - q_values[index])  # equal pairs write the same
+    q_values[index] += (1 - (1 - alpha) ** k) * (mean_target - q_values[index])  # equal pairs agree
 
 
 def epsilon_after(episodes, args):
-    """Share of random actions after so many episodes, those of all environments together."""
+    """Share of random actions after this many episodes, counted over all environments."""
     return max(args.epsilon_min, args.epsilon_start * args.epsilon_decay**episodes)
 
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     agent = Agent(*standard_spaces(args), args, device)
     if args.evaluate:
@@ -143,12 +143,12 @@ def train(args: Args) -> np.ndarray:
     with Run(args, agent=agent, episodes=episodes) as run:
         while run.pause():  # evaluates and saves when due; False at the end
             agent.epsilon = epsilon_after(episodes.finished, args)
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 state, action = agent.grid(obs), agent.act(obs, info, greedy=False)
                 rewards = []  # since the last log entry
 
-            # Step. A' is drawn in the true successor, also where the episode was cut there.
+            # Step. A' is drawn in the true successor, even if the episode was cut there.
             alpha = args.learning_rate
             if args.anneal_lr:
                 alpha *= 1 - run.env_steps / args.total_timesteps
@@ -158,7 +158,7 @@ def train(args: Args) -> np.ndarray:
             rewards.extend(reward)
             next_state, next_action = agent.grid(next_obs), agent.act(next_obs, next_info, greedy=False)
 
-            # Update. Of two tables, a coin says for each transition which one learns; the other one judges.
+            # Update. With two tables, a coin flip per transition decides which one learns; the other judges.
             q_values = agent.q_values.numpy()  # the same memory; NumPy is faster on small arrays
             table = np.random.randint(len(q_values), size=args.num_envs)
             judge = len(q_values) - 1 - table
@@ -170,7 +170,7 @@ def train(args: Args) -> np.ndarray:
             index = np.ravel_multi_index((table, state, action), q_values.shape)
             update_table(q_values.reshape(-1), index, td_target, alpha)
 
-            # Go on with A', or in a new episode with an action of its own
+            # Go on with A', or with a new action where a new episode starts
             obs, info = reset_done(envs, next_obs, next_info, done)
             state, action = next_state, next_action
             if done.any():
@@ -193,10 +193,10 @@ def train(args: Args) -> np.ndarray:
 class Grid:
     """Numbers the states from 0, row by row as in an array of the shape sizes.
 
-    A Box has grid_size cells of equal width in each dimension, between its bounds (bytes: 0 to 1); what lies
-    outside belongs to the nearest cell. A Discrete observation, and each part of a MultiDiscrete or of a Dict
-    or Tuple of these, is a dimension with a cell for each value; make_envs gives it one-hot, as (0, 0, 1, 0)
-    for the third of four. A mask of legal actions is no part of the state.
+    A Box has grid_size bins of equal width in each dimension, between its bounds (bytes: 0 to 1); values
+    outside fall into the nearest bin. A Discrete observation, and each part of a MultiDiscrete or of a Dict
+    or Tuple of these, is a dimension with a bin for each value; make_envs gives it one-hot, as (0, 0, 1, 0)
+    for the third of four. A mask of legal actions is not part of the state.
     """
 
     def __init__(self, space: gym.Space, args: Args):
@@ -210,18 +210,18 @@ class Grid:
             choices = [part.n if isinstance(part, Discrete) else part.nvec for part in parts]
             self.sizes = np.concatenate([np.ravel(n) for n in choices])
         else:
-            known = "a Box that is no image, or Discrete, MultiDiscrete, a Dict or Tuple of these"
-            raise UsageError(f"{args.env_id} observes {space}, Q-learning needs {known}: try dqn.py")
+            known = "a Box that is not an image, or Discrete, MultiDiscrete, a Dict or Tuple of these"
+            raise UsageError(f"{args.env_id} observes {space}, but Q-learning needs {known}: try dqn.py")
         self.num_states = math.prod(self.sizes.tolist())
         if self.num_states > 10_000_000:
             many = f"{args.env_id} has more than 10 million states"
             raise UsageError(f"{many} with this --grid-size: lower it, or try dqn.py, which needs no table")
-        strides = self.num_states // np.cumprod(self.sizes)  # states between neighbours, per dimension
+        strides = self.num_states // np.cumprod(self.sizes)  # states between neighbors, per dimension
         one_hot = [stride * np.arange(n) for stride, n in zip(strides, self.sizes, strict=True)]
         self.weight = strides if self.is_box else np.concatenate(one_hot)  # of each number of an observation
 
     def __call__(self, obs: np.ndarray) -> np.ndarray:
-        """Observations (B, D), which may end with a mask, to the numbers of their states (B,)."""
+        """State numbers (B,) of observations (B, D), which may end with a mask."""
         obs = obs[:, : len(self.weight)]
         if self.is_box:
             obs = np.floor((obs - self.low) * (self.sizes / (self.high - self.low))).clip(0, self.sizes - 1)
@@ -229,7 +229,7 @@ class Grid:
 
 
 def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Lower ends, upper ends and number of cells of a grid over the Box, (D,) each."""
+    """Lower bounds, upper bounds and numbers of bins of a grid over the Box, (D,) each."""
     low = np.float64(args.obs_low or as_numbers(space, space.low))
     high = np.float64(args.obs_high or as_numbers(space, space.high))
     sizes = np.array(args.grid_size * space.low.size if len(args.grid_size) == 1 else args.grid_size)
@@ -239,18 +239,18 @@ def box_bounds(space: Box, args: Args) -> tuple[np.ndarray, np.ndarray, np.ndarr
             raise UsageError(f"{flag} has {len(numbers)} numbers, but {have}")
     if not (np.isfinite(high - low) & (low < high)).all():
         where = f"from {low.tolist()} to {high.tolist()}"
-        raise UsageError(f"no grid {where}: give --obs-low and --obs-high, finite and in this order")
+        raise UsageError(f"no grid {where}: give finite --obs-low below --obs-high")
     return low, high, sizes
 
 
 def legal_actions(obs, num_actions):
-    """The mask (B, A) that observations end with; where no action is legal (the episode is over), all are."""
+    """The mask (B, A) at the end of observations; if no action is legal (the episode is over), all are."""
     mask = obs[:, -num_actions:] > 0
     return mask | ~mask.any(axis=1, keepdims=True)
 
 
 def random_actions(obs, num_actions, masked):
-    """An action for each observation, (B,), drawn among the legal ones."""
+    """A random legal action for each observation, (B,)."""
     if not masked:
         return np.random.randint(num_actions, size=len(obs))
     legal = legal_actions(obs, num_actions)
@@ -259,16 +259,16 @@ def random_actions(obs, num_actions, masked):
 
 
 class Agent(nn.Module):
-    """The values Q(s, a) of all states and actions, and the policies that follow from them."""
+    """Values Q(s, a) of all states and actions, and the policies that follow from them."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
             have = f"{args.env_id} has {action_space} actions"
-            raise UsageError(f"{have}, Q-learning needs Discrete: try ppo.py")
+            raise UsageError(f"{have}, but Q-learning needs Discrete: try ppo.py")
         self.obs_space, self.action_space = obs_space, action_space
-        self.epsilon = args.epsilon_min  # training sets it anew for each step
-        # obs_space has vectors of all observations; the grid has to know what they were
+        self.epsilon = args.epsilon_min  # training updates it at each step
+        # obs_space describes vectors; the grid needs the environment's own space
         with contextlib.closing(gym.make(args.env_id, **args.env_kwargs)) as env:
             self.grid = Grid(env.observation_space, args)
         shape = (2 if args.update_rule == "double" else 1, self.grid.num_states, int(action_space.n))
@@ -282,15 +282,15 @@ class Agent(nn.Module):
         return np.where(legal_actions(obs, q_values.shape[1]), q_values, -np.inf)
 
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs,) of a vector environment: the first of the best; if not greedy, some random."""
-        q_values = self.q_values.numpy()[:, self.grid(obs)].sum(axis=0)  # two tables vote together
+        """Actions (num_envs,) for a vector environment: the first of the best; if not greedy, some random."""
+        q_values = self.q_values.numpy()[:, self.grid(obs)].sum(axis=0)  # double: sums both tables
         best = self.only_legal(q_values, obs).argmax(axis=1)
         random_action = random_actions(obs, q_values.shape[1], self.obs_space.masked)
         explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
         return np.where(explore, random_action, best)
 
     def get_extra_state(self):
-        """What the numbers of the states mean. It is saved, and a table is not loaded into another grid."""
+        """The grid, saved with the table, so that a table is not loaded into another grid."""
         bounds = [self.grid.low, self.grid.high] if self.grid.is_box else []
         return torch.tensor(np.stack([self.grid.sizes, *bounds]))
 
@@ -300,7 +300,7 @@ class Agent(nn.Module):
 
 
 class Episodes:
-    """How many are finished: what epsilon follows from. It belongs to the training, not to the table."""
+    """The number of finished episodes, which determines epsilon: part of the training, not of the table."""
 
     finished = 0
 
@@ -311,14 +311,14 @@ class Episodes:
         self.finished = state["finished"]
 
 
-# Own sweeps, results in benchmark/results.
+# From our own sweeps; results are in benchmark/results.
 TUNED = {
     "FrozenLake-v1": dict(total_timesteps=200_000, num_envs=64),
-    # it has no time limit, and a greedy policy may walk in circles
+    # it has no time limit of its own, and a greedy policy may walk in circles
     "CliffWalking-v1": dict(total_timesteps=50_000, num_envs=8, env_kwargs={"max_episode_steps": 200},
                             learning_rate=0.5, epsilon_start=0.1),
     # python benchmark/tune.py --script algos/q_learning.py --env-id Taxi-v4 --trials 4 --seeds 2 --params
-    # learning_rate,epsilon_decay,anneal_lr: 7.81 on seeds 101 to 102, before 7.76
+    # learning_rate,epsilon_decay,anneal_lr: 7.81 instead of 7.76 on seeds 101 and 102
     "Taxi-v4": dict(total_timesteps=300_000, num_envs=16, learning_rate=0.174, epsilon_decay=0.99),
     "MountainCar-v0": dict(total_timesteps=1_000_000, num_envs=16, learning_rate=0.5, gamma=1.0,
                            epsilon_start=0.1, epsilon_decay=0.999, epsilon_min=0.0, grid_size=(40,),
@@ -331,7 +331,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -353,13 +353,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -394,7 +394,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -405,7 +405,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -458,7 +458,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -488,8 +488,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -512,7 +512,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -525,17 +525,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -553,7 +553,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -591,13 +591,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -605,7 +605,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -616,12 +616,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -629,12 +629,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -657,7 +657,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -668,13 +668,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -683,7 +683,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -691,7 +691,7 @@ def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -709,7 +709,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -725,7 +725,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -763,7 +763,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -774,14 +774,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -798,10 +798,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -827,7 +827,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -843,15 +843,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -863,10 +863,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -889,7 +889,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -913,9 +913,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -928,7 +928,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -980,7 +980,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -994,7 +994,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1024,7 +1024,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1037,13 +1037,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1055,7 +1055,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1092,7 +1092,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1100,7 +1100,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

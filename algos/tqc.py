@@ -1,22 +1,22 @@
-"""Truncated Quantile Critics, TQC (Kuznetsov et al. 2020, arXiv 2005.04269): SAC whose critics predict the
-distribution of the return by quantiles; the targets leave out the largest, against overestimation.
+"""Truncated Quantile Critics, TQC (Kuznetsov et al. 2020, arXiv 2005.04269): SAC whose critics predict
+quantiles of the distribution of returns; targets drop the largest ones, against overestimation.
 
     critics      Z_n(s, a) has the quantiles z_nm(s, a) of levels t_m = (2 m - 1) / 2 M,   n = 1..N, m = 1..M
     target       y_i = r + gamma (z'_(i)(s', a') - alpha log pi(a' | s')),   i = 1..k,   k = N (M - d),
                  for z'_(1) <= z'_(2) <= ... all N M quantiles of the critics Z' and a' ~ pi(s')
     loss         L = sum_n 1/(k M) sum_mi E[|t_m - 1(u < 0)| huber(u)],   u = y_i - z_nm(s, a)
     actor        L = E[alpha log pi(a | s) - 1/(N M) sum_nm z_nm(s, a)]
-    temperature  L = -alpha E[log pi(a | s) + H],   for H the entropy that alpha aims at
+    temperature  L = -alpha E[log pi(a | s) + H],   for H the target entropy
     targets      w' <- tau w + (1 - tau) w' for the weights of Z'
 
 Differences from the paper:
- 1. A time limit is no termination: y bootstraps from the value of the true final observation.
- 2. Actions and their densities live on [-1, 1], stretched to the bounds of each dimension.
- 3. Critics have the hidden layers of the actor, two of 256, in place of three of 512.
- 4. The actor's weights start orthogonal, with gain sqrt(2) in hidden layers and 0.01 at the output; those of
-    the critics as nn.Linear's do.
- 5. On request n-step targets, without the entropies of the steps between, and smooth actions (CAPS); images
-    go through a Nature CNN (Mnih et al. 2015), which the critics share.
+ 1. A time limit is not a termination: y bootstraps from the value of the true final observation.
+ 2. Actions and their densities are on [-1, 1], rescaled to the bounds of each dimension.
+ 3. The critics have two hidden layers of 256 units, as the actor does, instead of three of 512.
+ 4. The actor is initialized orthogonally, with gain sqrt(2) in hidden layers and 0.01 at the output; the
+    critics are initialized as in nn.Linear.
+ 5. Optional: n-step targets, without the entropies of the steps in between, and smooth actions (CAPS).
+    Images go through a Nature CNN (Mnih et al. 2015), which the critics share.
 
     python algos/tqc.py --env-id Pendulum-v1
 """
@@ -62,63 +62,63 @@ Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
 class Args:
     # run
     seed: Seed = 1  # seed of everything random
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # where networks live; auto: cuda if there is one
-    cuda_graph: Graph = False  # on CUDA: capture the update as a graph
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
     run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
-    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir in a new folder
-    init_from: str = ""  # .pt file whose weights a new run starts from
-    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to play and score, without training
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
     checkpoint_every: int = 50_000  # steps per environment between checkpoints, which cut episodes; 0: at end
     eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
-    eval_episodes: Count = 10  # episodes of one evaluation, each in an environment of its own
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
     sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
-    log_every: int = 1_000  # environment steps between rows of the log
-    capture_video: bool = False  # film the first episode of each evaluation
-    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, as means over each episode
-    torch_threads: int = 1  # CPU threads of torch; 0: torch decides
+    log_every: int = 1_000  # environment steps between log entries
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "Pendulum-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
-    num_envs: Count = 1  # environments that step together
-    async_envs: bool = False  # one process per environment, for slow ones
+    num_envs: Count = 1  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole steps of all environments
     learning_starts: int = 5_000  # environment steps of random actions before the first update
-    random_hold: Count = 1  # steps for which a random action is kept, to explore by longer moves
+    random_hold: Count = 1  # steps that each random action lasts, to explore by longer moves
     buffer_size: Count = 1_000_000  # transitions kept for replay
-    batch_size: Count = 256  # transitions in each update
-    updates_per_step: Rate = 1.0  # updates for each environment step, also a fraction or many
-    learning_rate: Rate = 3e-4  # step size of the updates
+    batch_size: Count = 256  # transitions per update
+    updates_per_step: Rate = 1.0  # updates per environment step; may be a fraction or above 1
+    learning_rate: Rate = 3e-4  # step size of Adam
     actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
     critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
     alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
-    anneal_lr: bool = False  # learning rates fall linearly to 0
-    actor_weight_decay: Rate = 0.0  # times the weights of the actor, added to their gradient
-    critic_weight_decay: Rate = 0.0  # times the weights of the critics, added to their gradient
-    max_grad_norm: Rate = math.inf  # global norm to clip gradients of actor and critics at; inf: never
-    gamma: Share = 0.99  # discount
-    n_step: Count = 1  # rewards before the value takes over
-    tau: Share = 0.005  # share of the new weights in each update of the target networks
-    alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: at first or, without auto_alpha, always
-    auto_alpha: bool = True  # the temperature is learned, so that the entropy becomes target_entropy
-    target_entropy: float | None = None  # in nats; None: minus the number of dimensions of the actions
-    caps_temporal: Rate = 0.0  # weight of the distance between the actions of successive states
-    caps_spatial: Rate = 0.0  # weight of the distance between the actions of a state and of one near it
-    caps_epsilon: Rate = 0.05  # standard deviation of the noise that makes a state near another
-    num_critics: Count = 5  # critics, N
-    num_quantiles: Count = 25  # quantiles of each critic, M
-    dropped_quantiles: int = 2  # d: the d N largest of all N M quantiles are left out of the target
-    clip_return: Rate = math.inf  # keep targets between minus this and this
-    clip_positive_returns: bool = False  # keep targets at 0 or below, where no reward is positive
-    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (behind the CNN on images)
-    critic_sizes: tuple[Count, ...] | None = None  # widths in the critics; None: hidden_sizes
-    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # between the hidden layers
-    normalize_obs: bool = False  # observations to mean 0 and variance 1, clipped to +-10
-    normalize_reward: bool = False  # rewards over the standard deviation of the running discounted return
-    reward_scale: float = 1.0  # rewards times this, for learning only
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    actor_weight_decay: Rate = 0.0  # this times the actor's weights is added to their gradient
+    critic_weight_decay: Rate = 0.0  # this times the critics' weights is added to their gradient
+    max_grad_norm: Rate = math.inf  # clip gradients of actor and critics to this global norm; inf: never
+    gamma: Share = 0.99  # discount factor
+    n_step: Count = 1  # rewards in a target before it bootstraps
+    tau: Share = 0.005  # share of the online weights in each update of the target networks
+    alpha: Annotated[float, (1e-8, math.inf)] = 1.0  # temperature: initial, or without auto_alpha fixed
+    auto_alpha: bool = True  # learn the temperature that makes the entropy target_entropy
+    target_entropy: float | None = None  # in nats; None: minus the number of action dimensions
+    caps_temporal: Rate = 0.0  # weight of the distance between the actions in successive states
+    caps_spatial: Rate = 0.0  # weight of the distance between the actions in a state and in a nearby one
+    caps_epsilon: Rate = 0.05  # standard deviation of the noise that makes nearby states
+    num_critics: Count = 5  # N, critics
+    num_quantiles: Count = 25  # M, quantiles per critic
+    dropped_quantiles: int = 2  # d: the target drops the d N largest of all N M quantiles
+    clip_return: Rate = math.inf  # clip targets to +- this
+    clip_positive_returns: bool = False  # clip targets to at most 0, for tasks without positive rewards
+    hidden_sizes: tuple[Count, ...] = (256, 256)  # widths of the hidden layers (after the CNN on images)
+    critic_sizes: tuple[Count, ...] | None = None  # hidden layers of the critics; None: hidden_sizes
+    activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    normalize_reward: bool = False  # divide rewards by the std of the running discounted return
+    reward_scale: float = 1.0  # factor on rewards, for learning only
 
 
 # -------------------------------------------------------------------------------------------- learning rule
@@ -126,7 +126,7 @@ def squashed_gaussian(mean, log_std, noise):
     """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,).
 
     log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2) (Haarnoja et al. 2018, appendix C). The
-    logarithm of the slope is written so that it stays exact where tanh(u) rounds to 1.
+    log of the slope is in a form that stays exact where tanh(u) rounds to 1.
     """
     u = mean + log_std.exp() * noise
     log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
@@ -135,19 +135,19 @@ def squashed_gaussian(mean, log_std, noise):
 
 
 def truncate(quantiles, dropped):
-    """The k smallest of all quantiles (N, M, B), (k, B): the dropped * N largest are left out."""
+    """The k smallest (k, B) of all quantiles (N, M, B): without the dropped * N largest."""
     pool = quantiles.flatten(0, 1).sort(dim=0).values
     return pool[: len(pool) - dropped * len(quantiles)]
 
 
 def soft_quantiles(quantiles, log_prob, alpha):
-    """z - alpha log pi(a | s) for each of the quantiles z, (k, B)."""
+    """z - alpha log pi(a | s) for each quantile z, (k, B)."""
     return quantiles - alpha * log_prob
 
 
 def quantile_huber_loss(quantiles, y):
-    """Sum over the critics of the mean of |t_m - 1(u < 0)| huber(u) over all pairs, u = y_i - z_nm, of a
-    quantile in (N, M, B) and a target in y (k, B) (Dabney et al. 2018, arXiv 1710.10044, eq. 10)."""
+    """Mean of |t_m - 1(u < 0)| huber(u), u = y_i - z_nm, over all pairs of a quantile (N, M, B) and a target
+    y (k, B), summed over the critics (Dabney et al. 2018, arXiv 1710.10044, eq. 10)."""
     level = (torch.arange(quantiles.shape[1], device=y.device) + 0.5) / quantiles.shape[1]
     y, z = torch.broadcast_tensors(y, quantiles[:, :, None])  # (N, M, k, B)
     weight = torch.where(y < z, 1 - level[:, None, None], level[:, None, None])
@@ -160,26 +160,26 @@ def alpha_loss(log_alpha, entropy, target_entropy):
 
 
 def caps_loss(action, near_action):
-    """Mean distance between the greedy actions (B, A) in states and in states near them, for a smooth policy
-    (CAPS, Mysore et al. 2021, arXiv 2012.06644)."""
+    """Mean distance between greedy actions (B, A) in states and in nearby states, for a smooth policy (CAPS,
+    Mysore et al. 2021, arXiv 2012.06644)."""
     return (action - near_action).norm(dim=-1).mean()
 
 
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
-    """Trains, or with args.evaluate only plays. Returns the episode returns of the last evaluation."""
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
     device = set_up(args)
     if not 0 <= args.dropped_quantiles < args.num_quantiles:
         raise UsageError(f"--dropped-quantiles must be from 0 to {args.num_quantiles - 1}, less than all")
     agent = Agent(*standard_spaces(args), args, device)
-    if args.evaluate:  # without the memory that training takes
+    if args.evaluate:  # before the replay buffer takes memory
         return Run(args, agent=agent).evaluate()
     if args.learning_starts >= args.total_timesteps:
         flag = f"--learning-starts {args.learning_starts}"
-        some = f"use {args.total_timesteps // 10} or so, or train longer"
+        some = f"try {args.total_timesteps // 10}, or train longer"
         raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
     if args.caps_spatial and agent.obs_space.dtype == np.uint8:
-        raise UsageError("--caps-spatial adds noise to numbers, not to bytes: try --caps-temporal alone")
+        raise UsageError("--caps-spatial adds noise to numbers, not to bytes: try only --caps-temporal")
     actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
     alpha_lr = args.learning_rate if args.alpha_lr is None else args.alpha_lr
@@ -239,14 +239,14 @@ def train(args: Args) -> np.ndarray:
     parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
     parts["alpha_optimizer"] = alpha_optimizer
     with Run(args, **parts) as run:
-        if not args.auto_alpha:  # also where the resumed run had another one
+        if not args.auto_alpha:  # also if the resumed run had another temperature
             nn.init.constant_(agent.log_alpha, math.log(args.alpha))
         while run.pause():  # evaluates and saves when due; False at the end
-            if run.new_segment:  # what follows a checkpoint depends on it alone, so a resumed run repeats it
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 buffer.cut()
                 reward_norm.start_segment()
-                rewards, metrics = [], {}  # since the last row of the log; of the last updates
+                rewards, metrics = [], {}  # since the last log entry; of the last updates
             if args.anneal_lr:
                 for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
                     group = optimizer.param_groups[0]
@@ -257,7 +257,7 @@ def train(args: Args) -> np.ndarray:
                 agent.obs_norm.update(to_tensor(obs, device))
             if run.env_steps < args.learning_starts:
                 if run.env_steps // args.num_envs % args.random_hold == 0 or run.new_segment:
-                    action = envs.action_space.sample()  # a new one also where a segment starts
+                    action = envs.action_space.sample()  # also at the start of a segment
             else:
                 action = agent.act(obs, info, greedy=False)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
@@ -265,14 +265,14 @@ def train(args: Args) -> np.ndarray:
             run.count(next_obs, reward, done, next_info)
             rewards.append(reward)
 
-            # Store, with the rewards of the environment: options apply to them when they are replayed
+            # Store, with the environment's own rewards: options change them when they are replayed
             ends = dict(terminated=terminated, done=done)
             buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
             if args.normalize_reward:
                 reward_norm.update(reward, done)
             obs, info = reset_done(envs, next_obs, next_info, done)
 
-            # Update. The number of an update follows from the step, so a resumed run keeps the rhythm.
+            # Update. The step determines how many updates are due, so a resumed run stays in sync.
             if run.env_steps >= args.learning_starts:
                 steps = run.env_steps - args.num_envs, run.env_steps
                 before, after = (int(args.updates_per_step * n) for n in steps)
@@ -296,14 +296,14 @@ def train(args: Args) -> np.ndarray:
 
 # ------------------------------------------------------------------------------------------------- networks
 def orthogonal(layer, gain=2**0.5):
-    """Orthogonal weights (Saxe et al. 2014) times gain, biases 0."""
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
     nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
 
 class NatureCNN(nn.Sequential):
-    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); below 36 pixels two smaller layers."""
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
 
     def __init__(self, channels, height, width):
         sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
@@ -311,7 +311,7 @@ class NatureCNN(nn.Sequential):
             sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
         convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
         super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
-        self.to(memory_format=torch.channels_last)  # convolves faster
+        self.to(memory_format=torch.channels_last)  # faster convolutions
 
     def forward(self, image):
         pixels = image.to(torch.float32, memory_format=torch.channels_last)
@@ -330,7 +330,7 @@ class Trunk(nn.Module):
         self.activation, self.width = getattr(F, activation), sizes[-1]
 
     def features(self, obs):
-        """The numbers of an observation, and what the CNNs make of its images; without the mask."""
+        """The numbers of observations and the CNN features of their images, without the mask."""
         if obs.dim() == 4:  # one image and nothing else
             return self.cnns[0](obs)
         numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
@@ -345,14 +345,14 @@ class Trunk(nn.Module):
 
 
 class StackedLinear(nn.Module):
-    """n linear layers with their own weights, in one product: (n, B, fan_in) to (n, B, fan_out).
+    """n independent linear layers in one product: (n, B, fan_in) to (n, B, fan_out).
 
-    A smaller input (m, B, fan_in) goes through the first m layers alone.
+    A smaller input (m, B, fan_in) goes only through the first m layers.
     """
 
     def __init__(self, n, fan_in, fan_out):
         super().__init__()
-        bound = fan_in**-0.5  # as nn.Linear starts
+        bound = fan_in**-0.5  # as in nn.Linear
         self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
         self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
 
@@ -360,7 +360,7 @@ class StackedLinear(nn.Module):
         weight, bias = self.weight, self.bias
         if len(x) < len(weight):
             weight, bias = weight[: len(x)], bias[: len(x)]
-        if weight.shape[2] == 1:  # for one output a sum of products is faster
+        if weight.shape[2] == 1:  # a sum of products is faster for one output
             return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
         return torch.baddbmm(bias, x, weight)
 
@@ -370,7 +370,7 @@ class Critic(nn.Module):
 
     def __init__(self, obs_space, action_space, args):
         super().__init__()
-        self.features = Trunk(obs_space, (), args.activation)  # the numbers, and a CNN's features of images
+        self.features = Trunk(obs_space, (), args.activation)  # numbers, and CNN features of images
         hidden_sizes = args.hidden_sizes if args.critic_sizes is None else args.critic_sizes
         self.n = args.num_critics
         sizes = [self.features.width + action_space.shape[0], *hidden_sizes, args.num_quantiles]
@@ -398,7 +398,7 @@ class Actor(nn.Module):
 
 
 class Agent(nn.Module):
-    """Actor and critics of normalized observations, the target critics and the temperature."""
+    """Actor and critics for normalized observations, the target critics and the temperature."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
@@ -419,7 +419,7 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs, A) of a vector environment, greedy or sampled; nobody needs their density."""
+        """Actions (num_envs, A) for a vector environment, greedy or sampled, without their density."""
         mean, log_std = self.actor(self.obs_norm(to_tensor(obs, self.device)))
         u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
         return u.tanh().cpu().numpy()
@@ -430,7 +430,7 @@ class RunningNorm(nn.Module):
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
-        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would freeze
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
         self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
         self.register_buffer("count", torch.zeros((), dtype=torch.float64))
 
@@ -446,8 +446,8 @@ class RunningNorm(nn.Module):
         return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Own trials; mujoco as in sac.py, what HalfCheetah and Hopper drop from the paper. LunarLander pays a hundred
-# for a landing: scaled down, for the gradient of a quantile is bounded, however far it is from its target.
+# From our own experiments; mujoco as in sac.py, dropped_quantiles from the paper. LunarLander pays 100 for a
+# landing, so rewards are scaled down: a quantile's gradient is bounded, however far its target is.
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, hidden_sizes=(64, 64),
                         batch_size=128, learning_rate=1e-3, num_critics=2, updates_per_step=0.5,
@@ -464,7 +464,7 @@ TUNED = {
 
 # ------------------------------------------------------------------ utilities, the same text in every script
 class UsageError(ValueError):
-    """A mistake of the user: main prints it in one line and exits with code 2."""
+    """A user error: main prints one line and exits with code 2."""
 
 
 # --- arguments
@@ -486,13 +486,13 @@ def parse_args(argv: list[str] | None = None) -> Args:
         try:
             default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
         except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} is not of this script: {error}") from None
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
 
 def check_ranges(args) -> None:
-    """Refuses numbers outside the range of their field; an integer for a real number becomes one."""
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
@@ -527,7 +527,7 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) stops no training."""
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
             tqdm.write(text)
@@ -538,7 +538,7 @@ def say(text: str) -> None:
 
 # --- the two maps between an environment and a policy
 class Layout(Box):
-    """The space of observations as networks get them.
+    """The space of observations as networks see them.
 
     Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
     [0, 1], then the mask of legal actions; sizes has the length of each part.
@@ -591,7 +591,7 @@ def as_numbers(space, x) -> np.ndarray:
 
 
 def observation_map(space):
-    """A function that makes one array of an observation, and the Layout of that array."""
+    """Returns a function from an observation to one array, and the Layout of that array."""
     kinds = [kind for kind, _ in leaves(space)]
     for kind in kinds:
         if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
@@ -621,8 +621,8 @@ def observation_map(space):
 
 
 def action_map(space):
-    """A function that makes a new action of the space from what a policy gives, and the space of the latter:
-    choices count from 0, and the bounded dimensions of a Box are [-1, 1]."""
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -645,7 +645,7 @@ def action_map(space):
 
 
 def num_choices(space) -> int:
-    """The length of a mask of legal actions; 0 where actions are no choices."""
+    """The length of a mask of legal actions; 0 if actions are not choices."""
     return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
 
 
@@ -658,17 +658,17 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError where Gymnasium or this file could not unpack a result; other errors stay as they are."""
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
     return UsageError(text) if here and "unpack" in str(error) else error
 
 
 class StandardEnv(gym.Wrapper):
-    """An environment as networks see it: the two maps, a float as reward, and little of info.
+    """An environment as networks see it, by the two maps. Rewards are floats.
 
-    A mask in info["action_mask"] goes into the observation. Success and args.info_keys stay in info, where
-    they are numbers; the rest goes, so that nothing in it can stop a run.
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
     """
 
     def __init__(self, env, args, mask_in_info: bool = False):
@@ -686,7 +686,7 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
-        """The array of an observation of the environment. Once an episode is over no action need be legal."""
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
         if self.mask_in_info:
             mask = info.get("action_mask", ())
             mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
@@ -724,13 +724,13 @@ class StandardEnv(gym.Wrapper):
 
 # --- environments
 def todays_name(env_id: str) -> str:
-    """A hint where an environment has another name today, as Atari games and old versions."""
+    """A hint for environments that have a new name, such as Atari games and old versions."""
     with contextlib.suppress(ImportError):
         gym.register_envs(importlib.import_module("ale_py"))
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Today it is {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -738,7 +738,7 @@ def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
 
 
 def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """num_envs standard environments. Episodes end explicitly: reset_done follows every step."""
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
     training = os.getpid()
 
     def make():
@@ -749,12 +749,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     try:
         if args.env_id.startswith("ALE/"):
             return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
-        if "" not in sys.path:  # module:Env-v0 finds a module in the folder of the user
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
             sys.path.append("")
         env, mask_in_info = make_env(args, **kwargs), False
-        if "ale_py" in str(env.spec.entry_point):  # a game that make_atari does not get to see
-            raise gym.error.NameNotFound("it would not be preprocessed under this name.")
-        if env.choices:  # whether info has a mask, only a reset tells
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
             env.reset()
             mask_in_info = "action_mask" in env.info
         env.close()
@@ -762,12 +762,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
     except (gym.error.Error, ImportError, TypeError) as error:
         if isinstance(error, TypeError) and "argument" not in str(error):
-            raise  # a bug of the environment keeps its traceback
+            raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
-    """Games of ale-py, which steps and preprocesses them together; rewards are those of the game."""
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)
@@ -790,7 +790,7 @@ def standard_spaces(args) -> tuple[Layout, gym.Space]:
 
 
 def close_envs(envs, kill: bool) -> None:
-    """Closes environments; kill ends their processes whatever they are doing."""
+    """Closes environments; kill ends their processes, whatever they are doing."""
     processes = getattr(envs, "processes", []) if kill else []
     for process in processes:
         process.kill()
@@ -801,13 +801,13 @@ def close_envs(envs, kill: bool) -> None:
 
 
 def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
-    """Starts new episodes where done. Returns what the policy acts from; next_obs is the true successor."""
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
     obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
     return obs, info
 
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
-    """Stops before a number that is not finite is learned from, and names it."""
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
     for what, x in (("observation", obs), ("reward", reward)):
         if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
             i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
@@ -816,7 +816,7 @@ def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On the device; float64 and bool become float32. Nothing waits for the copy to a GPU."""
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
     tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
@@ -970,7 +970,7 @@ class CudaGraph:
 
     def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         self.calls += 1
-        if self.calls <= 3:  # off the main stream, as a capture asks; these are updates like any other
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
                 metrics = self.update(batch)
@@ -994,7 +994,7 @@ def free_memory(device: torch.device) -> int:
 # --- evaluation
 @contextlib.contextmanager
 def evaluation_envs(args, agent, num_envs: int, **kwargs):
-    """Environments and random numbers apart from those of the training, which is left as it was."""
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
     states = random.getstate(), np.random.get_state()
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         set_seed(args.eval_seed)
@@ -1012,7 +1012,7 @@ def evaluation_envs(args, agent, num_envs: int, **kwargs):
 def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
     """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
 
-    Returns the return of each, and the means of what is measured; success only where info tells it.
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
     """
     n = args.eval_episodes
     totals = np.zeros((4, n))  # return, discounted return, length, terminations
@@ -1028,7 +1028,7 @@ def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
                 told = playing & next_info[f"_{key}"]
                 success[told] = np.fmax(success, next_info[key])[told]
             playing &= ~(terminated | truncated)
-            info |= next_info  # what else a policy keeps in it stays, such as a memory
+            info |= next_info  # keeps a policy's own entries, such as a memory
             obs, info = reset_done(envs, next_obs, info, terminated | truncated)
             t += 1
     metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
@@ -1066,7 +1066,7 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
-    """A writer of VP8, muted while it opens: OpenCV complains about the format before it writes it."""
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
     stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
@@ -1077,14 +1077,14 @@ def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
-    """A frame as OpenCV wants it, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
     image = np.asarray(image)
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
     if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() gives {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1101,10 +1101,10 @@ def load(path: str | Path) -> dict:
 
 
 class Policy:
-    """policy(obs, info=None, greedy=True): an action of the environment for an observation of it.
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
-    A batch of observations, as a vector environment gives them, yields a batch of actions. Of info only
-    action_mask is read. reset() comes before each episode: a policy with memory forgets the one before.
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
     """
 
     def __init__(self, agent, env):
@@ -1130,7 +1130,7 @@ class Policy:
 
 
 def load_policy(path: str | Path) -> Policy:
-    """The policy in a .pt file or a run folder, for the environment itself (Atari: for that of make_envs)."""
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
     state = load(path)
     args = Args(**state["args"])
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
@@ -1146,15 +1146,15 @@ def load_policy(path: str | Path) -> Policy:
 class Run:
     """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
 
-    parts are all that learning depends on, objects with state_dict and load_state_dict; agent is what plays.
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
     """
 
     def __init__(self, args, **parts):
         self.args, self.parts, self.signal, self.envs = args, parts, 0, None
         self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
-        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # the steps of the last time; -1: never
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
         self.returns = []  # of the last evaluation
-        self.episodes = []  # since the last row of the log: return, length, means of info_keys
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
@@ -1166,10 +1166,10 @@ class Run:
             self.load(Path(path))
 
     def load(self, path: Path) -> None:
-        """Takes all parts for --resume, the agent alone for --evaluate and --init-from."""
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
         state, whole = load(path), bool(self.args.resume)
         if whole and not self.parts.keys() <= state.keys():
-            raise UsageError(f"{path} is no whole checkpoint: --init-from starts a new run from its weights")
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
@@ -1192,7 +1192,7 @@ class Run:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """However the training ends: keeps the newest weights, closes everything, gives signals back."""
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
         first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
         at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
         processes = getattr(self.envs, "processes", [])
@@ -1216,9 +1216,9 @@ class Run:
         if at_once:
             raise KeyboardInterrupt from None
         if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to go on: {go_on}")
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
         elif not error and self.signal:
-            say(f"stopped at step {self.env_steps:,}, saved; to go on: {go_on}")
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
         elif not error:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
@@ -1231,7 +1231,7 @@ class Run:
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
-        """Makes the folder, or goes on in it; what was logged after the checkpoint is done again."""
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
@@ -1283,7 +1283,7 @@ class Run:
         return self.envs is None or self.saved_at == self.env_steps
 
     def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
-        """New environments, and everything random seeded from (seed, env_steps): envs, obs and info.
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
 
         What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
         bit. Episodes in progress count as truncated.
@@ -1297,7 +1297,7 @@ class Run:
         return self.envs, *self.envs.reset(seed=seed)
 
     def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
-        """Counts one step of every environment, as the environment gave it."""
+        """Counts one step of every environment, with the environment's own rewards."""
         self.env_steps += len(reward)
         check_step(next_obs, reward, self.env_steps)
         returns, lengths, *sums = self.running
@@ -1327,7 +1327,7 @@ class Run:
         return reached or self.over or self.signal > 0
 
     def due(self, every: int, last: int) -> bool:
-        """Whether the steps since the last time reached a multiple of every, or the end."""
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
         now = self.finished or every > 0 and self.env_steps // every > last // every
         return now and last < self.env_steps
 
@@ -1340,13 +1340,13 @@ class Run:
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
             path.parent.mkdir(exist_ok=True)
             film(args, agent, path, lambda: self.signal)
-        if self.signal:  # it was cut short, and is made up for after --resume
+        if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
         success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for programs that read it
+        if args.evaluate:  # for other programs
             say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
@@ -1358,7 +1358,7 @@ class Run:
         return returns
 
     def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
-        """Writes a row to progress.jsonl and TensorBoard. The only place where metrics are waited for."""
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
         row = {name: float(value) for name, value in metrics.items()}
         self.check_finite(row)
         if self.episodes:
@@ -1395,7 +1395,7 @@ class Run:
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
-        """Saves everything that what follows depends on; episodes in progress are dropped."""
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
         self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
@@ -1403,7 +1403,7 @@ class Run:
 
 
 def action_text(space) -> str:
-    """What a policy decides, for people."""
+    """A policy's actions, in words."""
     if isinstance(space, Box):
         n = math.prod(space.shape)
         return f"{n} number{'s' * (n > 1)}"

@@ -198,6 +198,13 @@ SUITES = {
         Cell("trpo", "HalfCheetah-v5", 300_000, seeds=10),
         Cell("trpo", "Hopper-v5", 300_000, seeds=10),
     ],
+    # The last one without the divisions by the deviation and the length: Dr. GRPO.
+    "grpo": [
+        Cell("grpo", "CartPole-v1", 150_000, seeds=10, bar=475),
+        Cell("grpo", "Acrobot-v1", 200_000, seeds=10, bar=-100),
+        Cell("grpo", "Pendulum-v1", 200_000, seeds=10),
+        Cell("grpo", "CartPole-v1", 150_000, 10, 475, ("--dr",), "dr"),
+    ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
     "ppo_rnd": [

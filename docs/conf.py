@@ -7,11 +7,14 @@ These files are read on GitHub too, so they hold Markdown alone. When the site i
 - a paragraph that begins `**[PART](../algos/NAME.py#function).**` is followed by that part of the script: a
   function, or a phase of `train`, from its comment to the next empty line,
 - the comment `<!-- toctree ... -->` of index.md is the navigation,
-- the comment `<!-- curves -->` of curves.md becomes all curves of benchmark/results, drawn by curves.js.
+- the comment `<!-- curves -->` of curves.md becomes all curves of benchmark/results, drawn by curves.js,
+- the comment `<!-- live -->` of live.md becomes the cart and pole of live.js, balanced by live_policy.json,
+- notebook.ipynb becomes a page with its outputs and a link to the file.
 Links that lead nowhere are warnings, and -W makes them errors.
 """
 
 import ast
+import base64
 import csv
 import difflib
 import json
@@ -30,6 +33,7 @@ ALGOS, RECIPES, PAGES = DOCS.parent / "algos", DOCS.parent / "recipes", DOCS / "
 
 project = html_title = "PlainRL"
 extensions = ["myst_parser", "sphinx_copybutton"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}  # a notebook is turned into Markdown first
 myst_enable_extensions = ["dollarmath"]
 myst_heading_anchors = 3
 html_theme = "furo"
@@ -39,7 +43,7 @@ html_show_search_summary = False  # a page that is opened as a file cannot fetch
 mathjax_path = "tex-svg.js"
 # Plotly likewise, for the page of all curves.
 html_static_path = [
-    "site.css", "curves.js",
+    "site.css", "curves.js", "live.js",
     str(Path(find_spec("sphinx-mathjax-offline").origin).parent / "static/mathjax" / mathjax_path),
     str(Path(find_spec("plotly").origin).parent / "package_data/plotly.min.js"),
 ]  # fmt: skip
@@ -137,7 +141,11 @@ def all_curves() -> str:
             steps.append(int(row["step"]))
             returns.append(round(float(row["eval_return_mean"]), 3))
     return f"""```{{raw}} html
-<p><label>Environment <select id="environment"></select></label></p>
+<div class="controls">
+<label>Environment <select id="environment"></select></label>
+<label><input type="checkbox" id="logarithmic"> logarithmic steps</label>
+<label><input type="checkbox" id="seeds"> each seed</label>
+</div>
 <div id="curves"></div>
 <script src="_static/plotly.min.js"></script>
 <script>const CURVES = {json.dumps(curves, sort_keys=True)};</script>
@@ -145,9 +153,54 @@ def all_curves() -> str:
 ```"""
 
 
+def live_cart_pole() -> str:
+    """HTML with the canvas and the buttons of live.js, and the policy."""
+    policy = json.dumps({"layers": json.loads((DOCS / "live_policy.json").read_text())["layers"]})
+    return f"""```{{raw}} html
+<noscript><p>The animation needs JavaScript.</p></noscript>
+<div id="live">
+<canvas id="live-canvas" role="img" aria-label="A cart on a track with a pole that stands on it"></canvas>
+<p id="live-says"></p>
+<div id="live-odds"><span id="live-left"></span><span id="live-bar"></span><span id="live-right"></span></div>
+<div class="controls">
+<button id="live-push-left">← push left</button><button id="live-push-right">push right →</button>
+</div>
+<div class="controls">
+<button id="live-reset">Reset</button><button id="live-pause">Pause</button>
+<label><input type="checkbox" id="live-policy" checked> policy acts</label>
+</div>
+</div>
+<script>const POLICY = {policy};</script>
+<script src="_static/live.js"></script>
+```"""
+
+
+def notebook(name: str, text: str) -> str:
+    """Markdown of a Jupyter notebook: its text, its code and what that printed and drew."""
+    parts = []
+    for number, cell in enumerate(json.loads(text)["cells"]):
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"~~~~python\n{source}\n~~~~")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                picture = PAGES / f"{name}_{number}.png"
+                picture.write_bytes(base64.b64decode(data["image/png"]))
+                parts.append(f"![what the code above draws]({PAGES.name}/{picture.name})")
+            elif "text/html" in data:
+                parts.append(f"```{{raw}} html\n{''.join(data['text/html'])}\n```")
+            elif printed := "".join(data["text/plain"]).strip():
+                parts.append(f"~~~~{{code-block}} text\n:class: output\n\n{printed}\n~~~~")
+        if number == 0:
+            parts.append(f"{{download}}`Download this notebook <{name}.ipynb>`")
+    return "\n\n".join(parts)
+
+
 def for_the_site(app, docname, source):
     """Rewrites the Markdown that GitHub shows, before it is parsed."""
     text = source[0]
+    if (DOCS / f"{docname}.ipynb").exists():
+        text = notebook(docname, text)
     if not docname.startswith("source/"):
         part = r"^\*\*\[`?([\w ]+)`?\]\(\.\./algos/(\w+)\.py#(\w+)\)\.\*\*.*?\n(?=\n)"
         text = re.sub(part, part_of_script, text, flags=re.M | re.S)
@@ -157,19 +210,28 @@ def for_the_site(app, docname, source):
         command = r"^```bash\ndiff algos/(\w+)\.py algos/(\w+)\.py\n```\n"
         text = re.sub(command, diff, text, flags=re.M)
         text = text.replace("<!-- curves -->", all_curves() if docname == "curves" else "")
+        text = text.replace("<!-- live -->", live_cart_pole() if docname == "live" else "")
         text = re.sub(r"<!-- toctree\n(.*?)-->", r"```{toctree}\n:hidden:\n\1```", text, flags=re.S)
     source[0] = text
 
 
 def size_pictures(app, doctree):
-    """Curves are drawn with 150 dots per inch, films with 96; what has a width is a link to its full size."""
+    """Plots have 150 dots per inch, videos 96; a picture with a width is a link to its full size."""
     for image in doctree.findall(nodes.image):
         if size := get_image_size(DOCS / image["uri"]):  # none where there is no such file
             image["width"] = f"{size[0] * 96 // (150 if image['uri'].endswith('.png') else 96)}px"
+
+
+def keep_options_whole(app, pagename, templatename, context, doctree):
+    """A command that is too long for its line is not wrapped after the hyphens of an option."""
+    whole = lambda found: re.sub(r"(?<=[\s>])--?\w[\w-]*", r'<span class="option">\g<0></span>', found[0])
+    commands = r'<div class="highlight-bash .*?</pre>'
+    context["body"] = re.sub(commands, whole, context.get("body", ""), flags=re.S)
 
 
 def setup(app):
     app.connect("config-inited", write_source_pages)
     app.connect("source-read", for_the_site)
     app.connect("doctree-read", size_pictures)
+    app.connect("html-page-context", keep_options_whole)
     app.connect("build-finished", remove_source_pages)

@@ -44,6 +44,8 @@ CASES = {
     "vpg": ("vpg", {}, 8),
     "trpo": ("trpo", dict(cg_iterations=3, max_backtracks=2), 8 + 4 * (3 + 2 * 2)),
     "reinforce": ("reinforce", {}, 0),
+    "grpo": ("grpo", dict(reference_every=40), 8),
+    "grpo, box": ("grpo", BOX | dict(dr=True, entropy_coef=0.1), 8),
     "dqn": ("dqn", {}, 1),
     "dqn, all": ("dqn", dict(double=True, dueling=True, noisy=True, n_step=3, per=True), 24),
     "dqn, image": ("dqn", IMAGE, 1),

@@ -157,6 +157,28 @@ def test_tutorials_run_as_they_stand(empty_folder):
     assert Path("compared").is_dir() and Path("runs/own/best.pt").exists()
 
 
+def test_the_site_begins_with_the_commands_and_the_example_of_the_readme():
+    readme, index = ROOT / "README.md", ROOT / "docs/index.md"
+    assert blocks(index, "bash")[0] == blocks(readme, "bash")[0]
+    assert blocks(index, "python") == blocks(readme, "python")[:1]
+
+
+@pytest.mark.parametrize("patch", sorted((ROOT / "docs/puzzles").glob("*.patch")), ids=lambda path: path.stem)
+def test_a_puzzle_plants_one_bug_in_a_rule_that_still_runs(patch, tmp_path):
+    """Its lesson names it, and the patched script trains; what the bug does is measured in the lesson."""
+    shutil.copytree(ALGOS, tmp_path / "algos")
+    subprocess.run(["git", "apply", str(patch)], cwd=tmp_path, check=True)
+    changed = [
+        path.stem
+        for path in (tmp_path / "algos").glob("*.py")
+        if path.read_text() != (ALGOS / path.name).read_text()
+    ]
+    assert len(changed) == 1 and patch.read_text().count("\n@@") == 1
+    module = load_script(changed[0], tmp_path / f"algos/{changed[0]}.py")
+    module.train(tiny(module))
+    assert f"docs/puzzles/{patch.name}" in (ROOT / f"docs/{patch.stem}.md").read_text()
+
+
 def test_recipes_are_told():
     text = (ROOT / "docs/recipes.md").read_text()
     for patch in (ROOT / "recipes").glob("*.patch"):

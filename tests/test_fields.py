@@ -32,6 +32,7 @@ VALUES = dict(
     train_every=8, random_hold=2, exploration_fraction=1.0, eval_seed=5, cg_iterations=1, max_backtracks=1,
     dropped_quantiles=3, renorm_warmup=2, num_train_tasks=3, inner_steps=2, validation_share=0.5,
     num_minibatches=1, num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False,
+    group_size=2, reference_every=100,
     clip_coef=1e-3, cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9,
 )  # fmt: skip
 NUMBERS = dict(env_kwargs={"actions": "discrete"})
@@ -41,7 +42,7 @@ CONTEXT = dict(  # what a field needs, to matter
     entropy_method=BONUS, caps_epsilon=dict(caps_spatial=1.0), alpha=FIXED_ALPHA, per_alpha=dict(per=True),
     per_beta_start=dict(per=True), per_eps=dict(per=True), log_std_init=BOX, newest_channels=IMAGE,
     clip_coef=dict(outer="ppo", learning_rate=0.1), outer_lr=dict(outer="ppo"),
-    outer_epochs=dict(outer="ppo"),
+    outer_epochs=dict(outer="ppo"), group_size=dict(episodes_per_update=8),
     backtrack_ratio=dict(max_kl=3.0), double=dict(learning_rate=0.1), independent_noise=dict(noisy=True),
     epsilon_min=dict(epsilon_decay=0.5), num_envs=dict(num_minibatches=1), grid_size=NUMBERS,
     obs_low=NUMBERS, obs_high=NUMBERS, clip_positive_returns=dict(reward_scale=10.0),

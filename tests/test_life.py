@@ -202,7 +202,7 @@ def test_a_signal_is_heard_where_no_episode_ends(script, phase, tmp_path):
     args = short(script, env_kwargs=endless, **steps)
     started = time.monotonic()
     assert stopped(script, args, tmp_path / "out") == 130
-    assert time.monotonic() - started < 60 and "saved; to go on" in (tmp_path / "out").read_text()
+    assert time.monotonic() - started < 60 and "saved; to continue" in (tmp_path / "out").read_text()
     checkpoint()
 
 
@@ -411,7 +411,13 @@ def test_an_environment_of_yesterday_is_named_as_it_is_today(ppo, env_id, today,
     ppo.todays_name("Pong")
     assert call_main(ppo, "--env-id", env_id) == 2
     err = capsys.readouterr().err.strip()
-    assert f"Today it is {today}" in err and len(err.splitlines()) == 1
+    assert f"Its name is now {today}" in err and len(err.splitlines()) == 1
+
+
+def test_games_that_would_restart_after_each_lost_life_are_refused(ppo, capsys):
+    assert call_main(ppo, "--env-id", "ALE/Breakout-v5", "--env-kwargs", '{"episodic_life": true}') == 2
+    err = capsys.readouterr().err.strip()
+    assert "episodic_life" in err and len(err.splitlines()) == 1
 
 
 def test_an_option_of_yesterday_is_still_an_option(ppo):

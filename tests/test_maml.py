@@ -544,10 +544,10 @@ def test_families_show_any_space_as_a_vector(obs, size):
 @pytest.mark.parametrize(
     "changes, says",
     [
-        (dict(env_id="CartPole-v1"), "CartPole-v1 is no family of tasks"),
+        (dict(env_id="CartPole-v1"), "CartPole-v1 is not a family of tasks"),
         (dict(env_id="Nowhere-v0"), "cannot make Nowhere-v0"),
         (dict(env_kwargs={"x": 1}), "PointNavigation-v0 has no --env-kwargs"),
-        (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "shows images"),
+        (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "has image"),
         (dict(inner_lr=-1.0), "--inner-lr -1.0: must be from 0"),
         (dict(meta_batch_size=0), "--meta-batch-size 0: must be from 1"),
         (dict(inner_steps=-1), "--inner-steps -1: must be from 0"),

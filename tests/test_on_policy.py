@@ -1,9 +1,11 @@
 """Policy gradients, alike where they are alike. A script belongs here if it has a loss of log-probabilities
 and what they are weighted with."""
 
+import copy
 import inspect
 import math
 from functools import partial
+from itertools import pairwise
 
 import conftest
 import numpy as np
@@ -652,3 +654,150 @@ def test_the_baselines_of_vpg(monkeypatch):
         advantage = float(calls[-1]["advantage"].mean())
         assert advantage == pytest.approx(row["reward/mean"] - known[baseline], abs=1e-4)
         assert abs(row["value/mean"]) > 1e-3
+
+
+# ------------------------------------------------------------------------------------------------------ GRPO
+@pytest.fixture
+def grpo():
+    return load_script("grpo")
+
+
+def test_returns_are_compared_within_their_group_alone(grpo):
+    return_ = torch.tensor([3.0, 1.0, 2.0, -500.0, -90.0, -70.0, 7.0, 7.0, 7.0], dtype=torch.float64)
+    groups = return_.numpy().reshape(3, 3)
+    centered = [[x - np.mean(group) for x in group] for group in groups]
+    standardized = [[x / (np.std(group) or 1) for x in group - np.mean(group)] for group in groups]
+    for dr, truth in ((True, centered), (False, standardized)):
+        got = grpo.group_advantage(return_, 3, dr)
+        assert got.tolist() == pytest.approx(np.ravel(truth).tolist(), abs=1e-6)
+    assert grpo.group_advantage(torch.full((7,), 0.1).double(), 7, False).abs().max() < 1e-6  # all the same
+
+
+def test_the_estimate_of_the_kl_to_the_reference_is_exact_in_the_mean(grpo):
+    """Over all actions, as likely as the policy says; its gradient is that of KL(reference || pi)."""
+    torch.manual_seed(0)
+    logits, reference = torch.randn(5, requires_grad=True), torch.randn(5).log_softmax(0)
+    log_prob = logits.log_softmax(0)
+    estimate = grpo.kl_estimate(log_prob, reference)
+    pi, other = (Categorical(logits=x) for x in (logits, reference))
+    assert (estimate >= 0).all()
+    assert torch.allclose((log_prob.exp() * estimate).sum(), kl_divergence(pi, other))
+    drawn = log_prob.exp().detach()  # actions are drawn first; no gradient goes through that
+    (got,) = torch.autograd.grad((drawn * estimate).sum(), logits)
+    (truth,) = torch.autograd.grad(kl_divergence(other, Categorical(logits=logits)), logits)
+    assert torch.allclose(got, truth, atol=1e-6)
+
+
+def test_the_episodes_of_a_group_start_alike_and_no_others(grpo, record):
+    rollouts = record(grpo, "stack_steps")
+    sizes = dict(num_envs=2, episodes_per_update=12, group_size=4, total_timesteps=500)
+    quick(grpo, "CartPole-v1", **sizes)
+    for (steps,), _ in rollouts:
+        starts = {}
+        for step in steps:
+            for i in range(2):
+                if step["age"][i] == 0 and step["episode"][i] < 12:
+                    starts[int(step["episode"][i])] = step["obs"][i]
+        assert sorted(starts) == list(range(12))
+        assert all(np.array_equal(starts[n], starts[n - n % 4]) for n in starts)
+        assert len({starts[n].tobytes() for n in (0, 4, 8)}) == 3
+    first = [steps[0]["obs"].tobytes() for (steps,), _ in rollouts]
+    assert len(rollouts) >= 2 and len(set(first)) == len(first)  # each rollout has starts of its own
+
+
+@pytest.mark.parametrize("dr", [False, True])
+def test_grpo_weights_steps_as_the_objective_says(grpo, monkeypatch, dr):
+    """Each step counts as A_i / (N T_i), with dr as (R_i - mean) / N, and idle steps not at all."""
+    calls = watch_loss(grpo, monkeypatch)
+    sizes = dict(num_envs=3, episodes_per_update=6, group_size=3, update_epochs=2)
+    quick(grpo, "Boundary", dr=dr, total_timesteps=150, **sizes)
+    played = [step for step in probe_envs.Boundary.steps if not step[0]]
+    rows = updates()
+    assert checkpoint()["run"]["env_steps"] == len(played) == rows[-1]["step"] >= 150
+    assert len(calls) == 2 * len(rows) >= 4
+    ends = [0] + [row["step"] for row in rows]
+    for k, (first, last) in enumerate(pairwise(ends)):
+        seen, truth = {}, []
+        for _, number, episode, *_ in played[first:last]:
+            if episode not in seen.setdefault(number, []):
+                seen[number].append(episode)
+        for j in range(2):  # a group of three: the j-th episode of each environment
+            episodes = [(probe_envs.boundary_length(number, e[j]), e[j]) for number, e in seen.items()]
+            returns = [sum(probe_envs.boundary_reward(e, t) for t in range(1, n + 1)) for n, e in episodes]
+            for (length, _), return_ in zip(episodes, returns, strict=True):
+                centered = return_ - np.mean(returns)
+                truth += [(centered if dr else centered / np.std(returns) / length) / 6] * length
+        for call in calls[2 * k : 2 * k + 2]:  # every epoch has the whole rollout
+            got = call["advantage"] / len(call["advantage"])  # the loss is a mean over steps
+            assert sorted(got.tolist()) == pytest.approx(sorted(truth), abs=1e-5)
+
+
+def test_one_step_of_dr_grpo_is_reinforce_with_the_group_as_baseline(grpo, monkeypatch):
+    """sum of log-probability times centered return, mean over the episodes."""
+    gradients = []
+    clip = grpo.clip_gradients
+    copied = lambda x: [p.grad.clone() for group in x.param_groups for p in group["params"]]
+    monkeypatch.setattr(grpo, "clip_gradients", lambda x, norm: gradients.append(copied(x)) or clip(x, norm))
+    sizes = dict(num_envs=2, episodes_per_update=4, group_size=4, update_epochs=1, total_timesteps=1)
+    rolled = []
+    stack = grpo.stack_steps
+    monkeypatch.setattr(grpo, "stack_steps", lambda steps: rolled.append(steps) or stack(steps))
+    args = short(grpo, dr=True, kl_coef=0.0, **sizes)
+    grpo.train(args)
+    agent = grpo.load_policy("run/models/0.pt").agent
+    log_probs, returns = {}, {}
+    for step in rolled[0]:
+        pi = agent.policy(torch.as_tensor(step["obs"]))
+        log_prob = agent.head.log_prob(pi, torch.as_tensor(step["action"]))
+        for i, n in enumerate(step["episode"].tolist()):
+            log_probs[n] = log_probs.get(n, 0) + log_prob[i]
+            returns[n] = returns.get(n, 0) + float(step["reward"][i])
+    mean = np.mean([returns[n] for n in range(4)])
+    loss = -sum((returns[n] - mean) * log_probs[n] for n in range(4)) / 4
+    truth = torch.autograd.grad(loss, [*agent.actor.parameters(), *agent.head.parameters()])
+    assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(gradients[0], truth, strict=True))
+
+
+def test_an_episode_is_cut_after_max_steps(grpo):
+    quick(
+        grpo,
+        env_kwargs={"length": 10**6, "edge": math.inf},
+        max_steps=5,
+        eval_max_steps=5,
+        episodes_per_update=4,
+    )
+    (row,) = updates()
+    assert row["train/episode_length"] == 5 and row["step"] == 20
+
+
+def test_the_reference_is_the_policy_of_the_last_multiple_of_reference_every(grpo, monkeypatch):
+    """Until then it is the first policy, or that of a file."""
+    quick(grpo, run_dir="first", total_timesteps=200, reference_every=0)
+    first = checkpoint("first")
+    assert equal(first["reference"], checkpoint("first", "models/0.pt")["agent"])
+    assert not equal(first["reference"], first["agent"])
+    steps, expected, log = [0], [first["agent"]], grpo.Run.log
+
+    def watch(run, row):
+        if "policy/kl" in row:
+            agent, reference = (
+                copy.deepcopy(run.parts[name].state_dict()) for name in ("agent", "reference")
+            )
+            if run.env_steps // 100 > steps[-1] // 100:
+                expected.append(agent)
+            steps.append(run.env_steps)
+            assert equal(reference, expected[-1])
+        log(run, row)
+
+    monkeypatch.setattr(grpo.Run, "log", watch)
+    quick(grpo, run_dir="second", init_from="first/checkpoint.pt", reference_every=100, total_timesteps=400)
+    assert len(steps) > len(expected) + 2 >= 6
+
+
+def test_a_large_kl_coefficient_keeps_the_policy_near_the_reference(grpo):
+    far = {}
+    for kl_coef in (0.0, 10.0):
+        options = dict(kl_coef=kl_coef, reference_every=0, total_timesteps=1500, learning_rate=0.02)
+        quick(grpo, run_dir=f"{kl_coef}", episodes_per_update=8, env_kwargs={"actions": "box"}, **options)
+        far[kl_coef] = updates(f"{kl_coef}")[-1]["policy/reference_kl"]
+    assert far[10.0] < far[0.0] / 3

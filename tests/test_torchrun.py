@@ -333,7 +333,7 @@ def test_torchrun_restarts_a_run_from_its_last_checkpoint_and_sigterm_saves_it()
     assert len(re.findall("^ppo.py: a process is lost; --resume goes on with any number", text, re.M)) == 1, (
         text
     )
-    stopped_at = int(re.search(r"stopped at step (\d+), saved; to go on: python .* --resume run", text)[1])
+    stopped_at = int(re.search(r"stopped at step (\d+), saved; to continue: python .* --resume run", text)[1])
     assert checkpoint()["run"]["env_steps"] == stopped_at > resumed_at
     rows = [row["step"] for row in progress() if "loss/policy" in row]
     assert rows == list(range(64, stopped_at + 1, 64)), "no row is lost or doubled"

@@ -81,7 +81,7 @@ def test_only_fields_with_a_range_have_one(ppo):
         (["--env-id", "CartPol-v1"], "Did you mean: `CartPole`"),
         (["--env-id", "no_such_module:X-v0"], "no_such_module"),
         (["--env-kwargs", '{"nope": 1}'], "nope"),
-        (["--num-minibatches", "7"], "--num-minibatches"),
+        (["--num-minibatches", "7"], "try 4"),
         (["--resume", "nowhere"], "nowhere"),
         (["--evaluate", "nowhere.pt"], "nowhere.pt"),
         (["--env-id", "probe_envs:Spaces-v0", "--env-kwargs", '{"action": "dict"}'], "Dict"),
@@ -107,7 +107,7 @@ def test_a_damaged_checkpoint_and_one_of_another_script_are_refused(ppo, capsys)
     state = checkpoint()
     state["args"]["of_another"] = 1
     torch.save(state, "other.pt")
-    assert "not of this script" in fails(ppo, capsys, "--resume", "other.pt")
+    assert "was not saved by this script" in fails(ppo, capsys, "--resume", "other.pt")
     assert "does not fit" in fails(ppo, capsys, "--resume", "run", "--hidden-sizes", "9")
 
 

@@ -1,0 +1,1249 @@
+"""Group Relative Policy Optimization (Shao et al. 2024, arXiv 2402.03300): play a group of episodes from the
+same start, compare their returns with each other, and take clipped steps as in PPO. There is no critic.
+
+    objective  J = 1/G sum_i 1/T_i sum_t min(rho_t A_i, clip(rho_t, 1 - eps, 1 + eps) A_i) - beta D_t  (eq. 3)
+    ratio      rho_t = pi(a_t | s_t) / pi_old(a_t | s_t)
+    KL         D_t = x - log x - 1, an estimate of KL(pi || pi_ref); x = pi_ref / pi at (s_t, a_t)  (eq. 4)
+    advantage  A_i = (R_i - mean(R)) / std(R), where R holds the returns of the G episodes  (section 4.1.2)
+
+Differences from the paper:
+ 1. A seed takes the place of a prompt, an action that of a token; episode i has T_i steps.
+ 2. The first policy is random, not worth staying close to: pi_ref is renewed every reference_every steps.
+ 3. --dr omits the divisions by std(R) and T_i (Dr. GRPO: Liu et al. 2025, arXiv 2503.20783).
+ 4. A time limit ends the return as a termination does: without a value function, nothing estimates the
+    rewards that would have followed. vpg.py has one.
+ 5. Box actions are Gaussian with one standard deviation per dimension, on [-1, 1] rescaled to the bounds of
+    the space; only the environment receives them clipped.
+ 6. Orthogonal initialization, with gain sqrt(2) in hidden layers and 0.01 for the policy.
+ 7. Images: Nature CNN (Mnih et al. 2015); --clip-reward replaces rewards by their sign.
+
+    python algos/grpo.py --env-id CartPole-v1
+"""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "opencv-python>=5", "tensorboard", "tqdm", "tyro",
+# ]
+# ///
+
+import contextlib, copy, errno, importlib, inspect, json, linecache, math, os, platform, random, re, signal
+import subprocess, sys, time, traceback
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium import spaces
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
+Rate = Annotated[float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+
+
+@dataclass
+class Args:
+    # run
+    seed: Seed = 1  # seed of everything random
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 20_000  # steps per environment between checkpoints, which cut episodes; 0: at end
+    eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: Seed = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations sample actions instead of taking the most likely ones
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
+    # environment
+    env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 4  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
+    # algorithm
+    total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole rollouts
+    episodes_per_update: Count = 32  # complete episodes per rollout, the same number from each environment
+    group_size: Count = 16  # G, episodes of a rollout that start from the same seed; at most all of them
+    max_steps: Count = 100_000  # steps after which an episode is cut
+    update_epochs: Count = 10  # gradient steps on each rollout
+    learning_rate: Rate = 3e-3  # step size of Adam
+    anneal_lr: bool = False  # decay the learning rate linearly to 0
+    adam_eps: Rate = 1e-5  # epsilon of Adam, added to the denominator
+    gamma: Share = 1.0  # discount factor of the returns; the paper has none
+    dr: bool = False  # Dr. GRPO: no division by the deviation of a group or the length of an episode
+    clip_coef: Rate = 0.2  # eps of eq. 3
+    kl_coef: Rate = 0.04  # beta, weight of the KL divergence from the reference policy
+    reference_every: int = 20_000  # environment steps between renewals of the reference policy; 0: never
+    entropy_coef: float = 0.0  # weight of the entropy bonus
+    max_grad_norm: Rate = math.inf  # clip gradients to this global norm
+    hidden_sizes: tuple[Count, ...] = (64, 64)  # widths of the hidden layers (after the CNN on images)
+    activation: Literal["tanh", "relu", "elu", "silu"] = "tanh"  # after each hidden layer
+    log_std_init: float = -1.0  # initial log standard deviation of Box actions
+    normalize_obs: bool = False  # scale observations to mean 0 and variance 1, clip to +-10
+    clip_reward: bool = False  # learn from the sign of rewards
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+def compute_returns(reward, done, gamma):
+    """Discounted sum of the rewards from each step to the end of its episode; all (num_steps, num_envs)."""
+    return_ = reward.clone()
+    for t in reversed(range(len(return_) - 1)):
+        return_[t] += gamma * (1 - done[t]) * return_[t + 1]
+    return return_
+
+
+def group_advantage(return_, group_size, dr):
+    """Returns (N,), standardized within each group of group_size episodes in a row; dr: only centered."""
+    groups = return_.view(-1, group_size)
+    centered = groups - groups.mean(1, keepdim=True)
+    return (centered if dr else centered / (groups.std(1, keepdim=True, correction=0) + 1e-8)).flatten()
+
+
+def clipped_policy_loss(log_prob, old_log_prob, advantage, clip_coef):
+    """-L_CLIP (PPO eq. 7): no gain from moving the ratio more than clip_coef away from 1. Inputs (B,)."""
+    ratio = (log_prob - old_log_prob).exp()
+    return -torch.minimum(ratio * advantage, ratio.clamp(1 - clip_coef, 1 + clip_coef) * advantage).mean()
+
+
+def kl_estimate(log_prob, other_log_prob):
+    """Estimate of KL(pi || other) from each action of pi (eq. 4); unbiased, never negative. All (B,)."""
+    log_ratio = (other_log_prob - log_prob).clamp(max=10)  # its exponential would soon be infinite
+    return log_ratio.exp() - log_ratio - 1
+
+
+def start_episodes(args, envs, seeds, begins):
+    """Resets the environments that begin an episode, each with its own of the seeds (num_envs,)."""
+    seeds = seeds[begins] if args.env_id.startswith("ALE/") else seeds.tolist()  # ale-py takes only theirs
+    return envs.reset(seed=seeds, options={"reset_mask": begins})
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
+    device, episodes = set_up(args), args.episodes_per_update
+    group_size = min(args.group_size, episodes)
+    for flag, size in (("num-envs", args.num_envs), ("group-size", group_size)):
+        if episodes % size:
+            raise UsageError(f"--{flag} {size} does not divide --episodes-per-update {episodes}")
+    if group_size == 1:
+        say("note: a group of one episode has nothing to compare it with: nothing is learned")
+    agent = Agent(*standard_spaces(args), args, device)
+    if args.evaluate:
+        return Run(args, agent=agent).evaluate()
+    actor = [*agent.actor.parameters(), *agent.head.parameters()]
+    actor_optimizer = Adam([(actor, args.learning_rate)], device, args.adam_eps)
+    reference = copy.deepcopy(agent)
+
+    def update_actor(batch):
+        """One gradient step of the policy on a rollout of tensors (B, ...)."""
+        pi = agent.policy(batch["obs"])
+        log_prob, entropy = agent.head.log_prob(pi, batch["action"]), agent.head.entropy(pi)
+        loss_policy = clipped_policy_loss(log_prob, batch["log_prob"], batch["advantage"], args.clip_coef)
+        kl = kl_estimate(log_prob, batch["reference_log_prob"])
+        loss = loss_policy + args.kl_coef * (batch["weight"] * kl).mean()
+        if args.entropy_coef:
+            loss = loss - args.entropy_coef * (batch["weight"] * entropy).mean()
+        actor_optimizer.zero_grad()
+        loss.backward()
+        (actor_norm,) = clip_gradients(actor_optimizer, args.max_grad_norm)
+        actor_optimizer.step()
+        return {
+            "loss/policy": loss_policy.detach(), "policy/entropy": entropy.detach().mean(),
+            "policy/kl": kl_estimate(batch["log_prob"], log_prob.detach()).mean(),
+            "policy/reference_kl": kl.detach().mean(), "grad/actor_norm": actor_norm,
+        }  # fmt: skip
+
+    with Run(args, agent=agent, reference=reference, actor_optimizer=actor_optimizer) as run:
+        if run.env_steps == 0:  # --init-from has only now loaded its weights
+            reference.load_state_dict(agent.state_dict())
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
+                envs, obs, info = run.start_segment()
+            if args.anneal_lr:
+                for group in actor_optimizer.param_groups:
+                    group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+
+            # Act and step until each environment has played its share of episodes; extra steps are ignored
+            seeds = np.random.randint(2**30, size=episodes // group_size).repeat(group_size)  # per episode
+            steps, episode, age = [], np.arange(args.num_envs), np.zeros(args.num_envs, dtype=int)
+            obs, info = start_episodes(args, envs, seeds[episode], age == 0)
+            run.running[:] = 0  # drops the partial returns of the episodes that this reset cut
+            while (episode < episodes).any() and not run.signal:
+                action = agent.act(obs, info, greedy=False)
+                next_obs, reward, terminated, truncated, next_info = envs.step(action)
+                done = terminated | truncated | (age + 1 == args.max_steps)
+                run.count(next_obs, reward, done, next_info)
+                steps.append(dict(
+                    obs=obs, action=action, reward=np.float32(reward), done=done, age=age, episode=episode
+                ))  # fmt: skip
+                age, episode = (age + 1) * ~done, episode + args.num_envs * done
+                obs, info = next_obs, next_info
+                if done.any():
+                    obs, info = start_episodes(args, envs, seeds[episode % episodes], done)
+
+            if run.signal:  # interrupted: the returns of unfinished episodes are unknown
+                continue
+
+            # Advantages; extra steps do not count
+            rollout = stack_steps(steps)  # tensors (num_steps, num_envs, ...) on the host
+            reward, done = rollout["reward"], rollout["done"]
+            if args.clip_reward:
+                reward = reward.sign()
+            rollout["return_"] = compute_returns(reward, done, args.gamma)
+            playing = rollout["episode"] < episodes
+            start, episode = playing & (rollout["age"] == 0), rollout["episode"][playing]
+            return_ = rollout["return_"][start].double()[rollout["episode"][start].argsort()]  # (episodes,)
+            # With these weights the mean over all steps is the mean over episodes of their mean, or (dr) sum
+            length = torch.ones(episodes) if args.dr else episode.bincount()
+            weight = len(episode) / episodes / length[episode]
+            advantage = weight * group_advantage(return_, group_size, args.dr)[episode]
+            batch = {name: to_tensor(rollout[name][playing], device) for name in ("obs", "action")}
+            batch |= {"weight": to_tensor(weight, device), "advantage": to_tensor(advantage.float(), device)}
+            with torch.no_grad():
+                for name, policy in (("log_prob", agent), ("reference_log_prob", reference)):
+                    batch[name] = policy.head.log_prob(policy.policy(batch["obs"]), batch["action"])
+
+            # Update
+            for _ in range(args.update_epochs):
+                metrics = update_actor(batch)
+            if args.normalize_obs:  # only now: the rollout was collected with the old normalizer
+                agent.obs_norm.update(batch["obs"])
+            if args.reference_every and run.env_steps % args.reference_every < len(steps) * args.num_envs:
+                reference.load_state_dict(agent.state_dict())
+
+            # Log
+            run.log(metrics | {
+                "reward/mean": rollout["reward"].mean(), "reward/max": rollout["reward"].max(),
+                "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
+            })  # fmt: skip
+    return np.array(run.returns)
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def orthogonal(layer, gain=2**0.5):
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NatureCNN(nn.Sequential):
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
+
+    def __init__(self, channels, height, width):
+        sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        if min(height, width) < 36:
+            sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
+        convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
+        super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
+        self.to(memory_format=torch.channels_last)  # faster convolutions
+
+    def forward(self, image):
+        pixels = image.to(torch.float32, memory_format=torch.channels_last)
+        return super().forward(pixels / 255 if image.dtype == torch.uint8 else pixels)
+
+
+class Trunk(nn.Module):
+    """Observations (B, *layout.shape) to features (B, width): a CNN for each image, then an MLP."""
+
+    def __init__(self, layout, hidden_sizes, activation):
+        super().__init__()
+        self.layout = layout
+        self.cnns = nn.ModuleList(NatureCNN(*shape) for shape in layout.images)
+        sizes = [self.features(torch.zeros(1, *layout.shape)).shape[1], *hidden_sizes]
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
+        self.activation, self.width = getattr(F, activation), sizes[-1]
+
+    def features(self, obs):
+        """The numbers of observations and the CNN features of their images, without the mask."""
+        if obs.dim() == 4:  # one image and nothing else
+            return self.cnns[0](obs)
+        numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
+        shapes = zip(self.cnns, images, self.layout.images, strict=True)
+        return torch.cat([numbers, *(cnn(x.unflatten(1, shape)) for cnn, x, shape in shapes)], dim=1)
+
+    def forward(self, obs):
+        x = self.features(obs) if self.layout.images or self.layout.masked else obs
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class CategoricalHead(nn.Module):
+    """K independent choices among up to N (Discrete: K = 1). pi holds their log-probabilities (B, K, N)."""
+
+    def __init__(self, fan_in, space, masked):
+        super().__init__()
+        choices = torch.tensor([space.n] if isinstance(space, Discrete) else space.nvec)
+        exists = torch.arange(choices.max()) < choices[:, None]  # (K, N)
+        self.register_buffer("exists", exists, persistent=False)
+        self.register_buffer("index", exists.flatten().nonzero()[:, 0], persistent=False)
+        self.logits = orthogonal(nn.Linear(fan_in, exists.numel()), gain=0.01)
+        self.masked, self.plain = masked, bool(exists.all()) and not masked
+
+    def forward(self, features, obs):
+        """pi from features (B, fan_in). A mask of legal choices is the last part of obs."""
+        logits = self.logits(features).view(-1, *self.exists.shape)
+        if self.plain:  # all choices have the same number of options, and all are legal
+            return logits.log_softmax(-1)
+        legal = self.exists
+        if self.masked:
+            mask = torch.zeros_like(logits.flatten(1)).index_copy(1, self.index, obs[:, -len(self.index) :])
+            legal = mask.view_as(logits) > 0
+            legal = torch.where(legal.any(-1, keepdim=True), legal, self.exists)  # none: the episode is over
+        return logits.masked_fill(~legal, -1e8).log_softmax(-1)
+
+    def choose(self, pi, greedy):
+        """Actions (B, K). The argmax of log p + Gumbel noise is a sample from p."""
+        return (pi if greedy else pi - torch.empty_like(pi).exponential_().log()).argmax(-1)
+
+    def log_prob(self, pi, action):
+        return pi.gather(-1, action.view(len(pi), -1, 1).long()).sum((-2, -1))  # (B,)
+
+    def entropy(self, pi):
+        return -(pi.exp() * pi).sum((-2, -1))  # (B,)
+
+    def kl(self, old, new):
+        return (old.exp() * (old - new)).sum((-2, -1))  # KL(old || new), (B,)
+
+
+class GaussianHead(nn.Module):
+    """Box actions with A dimensions. pi holds their means and log standard deviations (B, 2A)."""
+
+    def __init__(self, fan_in, space, log_std_init):
+        super().__init__()
+        size = math.prod(space.shape)
+        self.mean = orthogonal(nn.Linear(fan_in, size), gain=0.01)
+        self.log_std = nn.Parameter(torch.full((size,), float(log_std_init)))
+
+    def forward(self, features, obs):
+        mean = self.mean(features)
+        return torch.cat([mean, self.log_std.expand_as(mean)], dim=-1)
+
+    def choose(self, pi, greedy):
+        mean, log_std = pi.chunk(2, dim=-1)
+        return mean if greedy else mean + log_std.exp() * torch.randn_like(mean)  # (B, A)
+
+    def log_prob(self, pi, action):
+        mean, log_std = pi.chunk(2, dim=-1)
+        z = (action.flatten(1) - mean) * (-log_std).exp()
+        return -(0.5 * z.square() + log_std + 0.5 * math.log(2 * math.pi)).sum(-1)  # (B,)
+
+    def entropy(self, pi):
+        return (pi.chunk(2, dim=-1)[1] + 0.5 * math.log(2 * math.pi * math.e)).sum(-1)  # (B,)
+
+    def kl(self, old, new):
+        (old_mean, old_log_std), (mean, log_std) = old.chunk(2, dim=-1), new.chunk(2, dim=-1)
+        shift, spread = (old_mean - mean) * (-log_std).exp(), 2 * (old_log_std - log_std)
+        return 0.5 * (shift.square() + spread.exp() - 1 - spread).sum(-1)  # KL(old || new), (B,)
+
+
+class Agent(nn.Module):
+    """Policy for observations (B, *obs_space.shape)."""
+
+    def __init__(self, obs_space, action_space, args, device):
+        super().__init__()
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
+        self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
+        self.actor = Trunk(obs_space, args.hidden_sizes, args.activation)
+        if isinstance(action_space, Box):
+            self.head = GaussianHead(self.actor.width, action_space, args.log_std_init)
+        else:
+            self.head = CategoricalHead(self.actor.width, action_space, obs_space.masked)
+        self.to(device)
+
+    def policy(self, obs):
+        return self.head(self.actor(self.obs_norm(obs)), obs)
+
+    @torch.inference_mode()
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs, *action_space.shape) for a vector environment: the most likely, or sampled."""
+        action = self.head.choose(self.policy(to_tensor(obs, self.device)), greedy)
+        return action.cpu().numpy().reshape(-1, *self.action_space.shape)
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        self.count += len(x)
+        share, delta = len(x) / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+# From our own experiments; results are in benchmark/results.
+TUNED = {
+    "CartPole-v1": dict(total_timesteps=150_000, learning_rate=2e-2, anneal_lr=True, hidden_sizes=()),
+    "Acrobot-v1": dict(total_timesteps=200_000, anneal_lr=True, num_envs=16, episodes_per_update=16),
+    "Pendulum-v1": dict(total_timesteps=200_000, learning_rate=1e-3, anneal_lr=True, num_envs=16,
+                        episodes_per_update=16, group_size=8, log_std_init=-0.5),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A user error: main prints one line and exits with code 2."""
+
+
+# --- arguments
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > make_args."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
+        try:
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
+
+
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
+
+
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks see them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """Returns a function from an observation to one array, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 if actions are not choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it, by the two maps. Rewards are floats.
+
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def todays_name(env_id: str) -> str:
+    """A hint for environments that have a new name, such as Atari games and old versions."""
+    with contextlib.suppress(ImportError):
+        gym.register_envs(importlib.import_module("ale_py"))
+    name = env_id.rpartition(":")[2].removeprefix("ALE/")
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
+    names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
+    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+
+
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    return StandardEnv(gym.make(args.env_id, **{**args.env_kwargs, **kwargs}), args, mask_in_info)
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
+    training = os.getpid()
+
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
+
+    try:
+        if args.env_id.startswith("ALE/"):
+            return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
+            sys.path.append("")
+        env, mask_in_info = make_env(args, **kwargs), False
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
+            env.reset()
+            mask_in_info = "action_mask" in env.info
+        env.close()
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug in the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
+
+
+def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
+    gym.register_envs(importlib.import_module("ale_py"))
+    envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
+    to_array, layout = observation_map(envs.single_observation_space)
+    if layout.shape != envs.single_observation_space.shape:  # color
+        stack = lambda obs: np.stack([to_array(x) for x in obs])
+        envs = gym.wrappers.vector.TransformObservation(envs, stack, single_observation_space=layout)
+    to_action, actions = action_map(envs.single_action_space)
+    if isinstance(actions, Box):
+        stack = lambda action: np.stack([to_action(x) for x in action])
+        envs = gym.wrappers.vector.TransformAction(envs, stack, single_action_space=actions)
+    envs.single_observation_space = layout
+    return envs
+
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes, whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
+
+
+def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
+    obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
+    return obs, info
+
+
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def stack_steps(steps: list[dict]) -> dict[str, torch.Tensor]:
+    """One tensor (num_steps, num_envs, ...) on the host for each field of the steps."""
+    host = torch.device("cpu")
+    return {name: to_tensor(np.stack([step[name] for step in steps]), host) for name in steps[0]}
+
+
+# --- optimizer
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores the moments; learning rates and other settings keep their current values."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
+    """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
+    if max_norm < math.inf:
+        scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    return norms
+
+
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        set_seed(args.eval_seed)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
+
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
+    """
+    n = args.eval_episodes
+    totals = np.zeros((4, n))  # return, discounted return, length, terminations
+    success, playing, t = np.full(n, np.nan), np.ones(n, dtype=bool), 0
+    with evaluation_envs(args, agent, n) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            check_step(next_obs, reward, t)
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & next_info.keys():
+                told = playing & next_info[f"_{key}"]
+                success[told] = np.fmax(success, next_info[key])[told]
+            playing &= ~(terminated | truncated)
+            info |= next_info  # keeps a policy's own entries, such as a memory
+            obs, info = reset_done(envs, next_obs, info, terminated | truncated)
+            t += 1
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, totals[1:], strict=True)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return totals[0], metrics
+
+
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films the first episode of an evaluation in VP8, which browsers play, at up to 30 frames a second."""
+    atari, writer, done, t = args.env_id.startswith("ALE/"), None, np.zeros(1, dtype=bool), 0
+    with evaluation_envs(args, agent, 1, **({} if atari else {"render_mode": "rgb_array"})) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        if atari:  # a vector of games is gray: a twin in color plays the same game
+            color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
+            twin.reset(seed=args.eval_seed)
+        fps = envs.metadata.get("render_fps") or 15
+        every = math.ceil(fps / 30)
+        while not done[0] and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, _, terminated, truncated, next_info = envs.step(action)
+            frame = as_frame(twin.step(action)[0][0] if atari else envs.envs[0].render(), args.env_id)
+            if writer is None:
+                size = frame.shape[1::-1]
+                writer = open_film(path, fps / every, size)
+            if t % every == 0:
+                writer.write(frame if frame.shape[1::-1] == size else cv2.resize(frame, size))
+            done, t = terminated | truncated, t + 1
+            obs, info = reset_done(envs, next_obs, info | next_info, done)
+    if writer is not None:
+        writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+class Policy:
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
+
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
+    state = load(path)
+    args = Args(**state["args"])
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
+
+
+# --- the run
+class Run:
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
+
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
+    """
+
+    def __init__(self, args, **parts):
+        self.args, self.parts, self.signal, self.envs = args, parts, 0, None
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
+
+    def load(self, path: Path) -> None:
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
+            self.best = -math.inf
+        else:
+            self.folder = path if path.is_dir() else path.parent
+
+    def __enter__(self):
+        self.open()
+        self.handlers = {}
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
+        first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
+        at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
+        quiet = contextlib.suppress(Exception if error else ())  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if at_once:
+            raise KeyboardInterrupt from None
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        environment = self.folder / "environment.json"
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
+        self.started_at = time.perf_counter() - self.seconds
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
+
+    def catch(self, number: int, frame) -> None:
+        """Stops at the next pause; a second signal stops at once."""
+        self.signal = number
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, with the environment's own rewards."""
+        self.env_steps += len(reward)
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
+        for i in done.nonzero()[0]:
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.over or self.signal > 0
+
+    def due(self, every: int, last: int) -> bool:
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
+        now = self.finished or every > 0 and self.env_steps // every > last // every
+        return now and last < self.env_steps
+
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short; --resume repeats it
+            return returns
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for other programs
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=agent)
+        return returns
+
+    def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
+        if self.episodes:
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.logged_at, self.seconds = self.env_steps, time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
+
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
+
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        names = ("env_steps", "scored_at", "logged_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
+
+    def checkpoint(self) -> None:
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.running[:] = 0
+
+
+def action_text(space) -> str:
+    """A policy's actions, in words."""
+    if isinstance(space, Box):
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
+
+
+def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
