@@ -680,11 +680,19 @@ class StandardEnv(gym.Wrapper):
             raise UsageError(f"{self.id}: action_mask allows no action at all")
         return array
 
+    def check(self, obs) -> None:
+        """Refuses an observation of another size than its space, and fractions that would become bytes."""
+        for space, x in leaves(self.env.observation_space, obs):
+            x, whole = np.asarray(x), isinstance(space, Box) and space.dtype.kind in "iu"
+            if x.size != math.prod(space.shape) or whole and x.dtype.kind == "f":
+                raise UsageError(f"{self.id}: {x.dtype} of shape {x.shape} is no observation of {space}")
+
     def reset(self, **kwargs):
         try:
             obs, self.info = self.env.reset(**kwargs)
         except (TypeError, ValueError) as error:
             raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        self.check(obs)
         return self.observe(obs, self.info), {}
 
     def step(self, action):
@@ -699,6 +707,8 @@ class StandardEnv(gym.Wrapper):
             reward = number(reward)
         obs = self.observe(obs, info, terminated or truncated)
         if info:
+            if self.choices and not self.masked and "action_mask" in info:
+                raise UsageError(f"{self.id}: info['action_mask'] is missing after reset()")
             info = {key: number(info[key]) for key in self.keys & info.keys()}
             info = {key: x for key, x in info.items() if not math.isnan(x)}
         return obs, reward, terminated, truncated, info
@@ -1105,6 +1115,7 @@ class Policy:
         else:
             obs, masks = [obs], masks if masks is None else [masks]
         infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        self.env.check(obs[0])
         arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
         actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
         space = self.env.env.action_space

@@ -107,12 +107,13 @@ LEARNED = "log_prob value q_values mean log_std action near_action var quantiles
 
 def example(part: str, reference, seed: int) -> dict:
     """Arguments for a function of the rule, by name."""
-    random.seed(seed), np.random.seed(seed), torch.default_generator.manual_seed(seed)  # of all devices: slow
+    for seed_library in (random.seed, np.random.seed, torch.default_generator.manual_seed):
+        seed_library(seed)
     names = inspect.signature(getattr(reference, part)).parameters
     given = ARGUMENTS.get(f"{part}()", lambda _: {})(reference.Args)
     for name in [name for name in names if name not in given]:
-        x = ARGUMENTS.get(name, (3, 2) if "done" in names else (4,))
-        x = ARGUMENTS.get(f"{part}.{name}", x)
+        normal = (3, 2) if "done" in names else (4,)
+        x = ARGUMENTS.get(f"{part}.{name}", ARGUMENTS.get(name, normal))
         x = one_of(*x) if isinstance(x, list) else R(x) if isinstance(x, tuple) else x(reference.Args)
         learns = name in LEARNED.split() and "done" not in names and isinstance(x, torch.Tensor)
         given[name] = x.requires_grad_() if learns else x
@@ -289,4 +290,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("check.py: stopped")

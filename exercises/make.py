@@ -68,7 +68,7 @@ alpha_loss: alpha should rise when the entropy is too low. Check the sign of the
 caps_loss: Euclidean distance over the action dimensions, then the mean over the batch.
 truncate: Put the quantiles of all critics into one pool and sort it, for each sample of the batch.
 truncate: dropped counts per critic, so how many leave the pool?
-soft_quantiles: The bonus of the soft value, the same for each quantile of a sample.
+soft_quantiles: The entropy bonus of SAC: every quantile of a sample moves by the same amount.
 quantile_huber_loss: Quantile m, from 0, has the level t = (m + 1/2) / M. Broadcast to (N, M, k, B).
 quantile_huber_loss: A target above its quantile weighs t, one below weighs 1 - t. F.huber_loss does the rest.
 perturb: theta broadcasts over the members. Mirrored, their order is +eps_1, -eps_1, +eps_2, -eps_2, ...
@@ -84,7 +84,7 @@ inner_step: A task depends only on its own row, so one gradient of the summed lo
 inner_step: create_graph=True lets later gradients flow through this one. When is that wanted?
 adapt: p.expand(tasks, *p.shape) is a copy for each task; agent.log_prob(params, rollout)[0] uses them.
 adapt: One inner_step per rollout. Those beyond max(args.inner_steps, 1) take half of args.inner_lr.
-outer_objective: vpg takes the log-probability, trpo the ratio, ppo the ratio with the clip of its eq. 7.
+outer_objective: vpg takes the log-probability, trpo the ratio, ppo the ratio clipped as in PPO, eq. 7.
 outer_objective: weight averages over the steps of a task; then comes the mean over tasks.
 product_of_gaussians: Precisions, 1 / var, add up.
 product_of_gaussians: A mean counts in proportion to its precision.
@@ -94,11 +94,13 @@ kl_to_prior: The closed form has four terms per dimension: var, mean^2, a consta
 
 def parts(source: str) -> dict[str, ast.FunctionDef]:
     """The functions of the learning rule: under that heading, with a docstring, and no environments."""
-    headings = [(i, line) for i, line in enumerate(source.splitlines(), 1) if line.startswith("# ---")]
-    start = next(n for n, (_, line) in enumerate(headings) if line.endswith(" learning rule"))
-    (first, _), (last, _) = headings[start : start + 2]
-    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    rule = [f for f in functions if first < f.lineno < last and ast.get_docstring(f)]
+    lines = source.splitlines()
+    headings = [i for i, line in enumerate(lines) if line.startswith("# ---")]
+    first = next(i for i in headings if lines[i].endswith(" learning rule"))
+    last = next(i for i in headings if i > first)
+    # The empty lines keep the line numbers of the file.
+    section = ast.parse("\n" * first + "\n".join(lines[first:last])).body
+    rule = [f for f in section if isinstance(f, ast.FunctionDef) and ast.get_docstring(f)]
     return {f.name: f for f in rule if "envs" not in [argument.arg for argument in f.args.args]}
 
 

@@ -291,10 +291,30 @@ class Pair(Probe):
         return self.observe(), 1.0, False, self.t == 10, {}
 
 
+class Parts(Probe):
+    """A Dict of an image, numbers and a mask, where one of them may be another than its space says."""
+
+    def __init__(self, key=None, wrong=None, render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.wrong = {key: np.array(wrong)} if key else {}
+        self.observation_space = Dict(
+            image=Box(0, 255, (8, 8, 3), np.uint8), numbers=Box(-1, 1, (2,)), action_mask=MultiBinary(3)
+        )
+        self.action_space = Discrete(3)
+
+    def observe(self):
+        obs = dict(image=np.ones((8, 8, 3), np.uint8), numbers=np.zeros(2), action_mask=np.ones(3))
+        return obs | self.wrong
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, False, self.t == 10, {}
+
+
 def forget() -> None:
     """All counts of this process are as at its start."""
     Fault.calls = Single.running = 0
 
 
-for entry in (Legal, Loop, Meddler, Infos, Rewards, Fault, NanEnd, OldApi, Single, Films, Pair):
+for entry in (Legal, Loop, Meddler, Infos, Rewards, Fault, NanEnd, OldApi, Single, Films, Pair, Parts):
     gym.register(f"{entry.__name__}-v0", entry_point=entry, disable_env_checker=True)

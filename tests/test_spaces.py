@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import gymnasium as gym
 import numpy as np
@@ -362,13 +363,32 @@ def test_an_illegal_action_is_never_sent(name, kind):
     assert all(math.isfinite(x) for row in progress() for x in row.values())
 
 
+@pytest.mark.parametrize("at_reset", [True, False])
 @pytest.mark.parametrize("name", CHOOSES)
-def test_a_mask_given_at_reset_or_in_steps_only_is_refused_by_name(name, capsys):
+def test_a_mask_given_at_reset_or_in_steps_only_is_refused_by_name(name, at_reset, capsys):
     script = load_script(name)
-    args = short(script, "Sometimes", env_kwargs={"at_reset": True}, **FEW)
+    args = short(script, "Sometimes", env_kwargs={"at_reset": at_reset}, **FEW)
     assert call_main(script, *flags(args)) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "Sometimes-v0: 0 entries in info['action_mask'], not 3" in err
+    late = "0 entries in info['action_mask'], not 3"
+    what = late if at_reset else "info['action_mask'] is missing after reset()"
+    assert f"Sometimes-v0: {what}" in err
+
+
+@pytest.mark.parametrize("key, wrong", [
+    ("image", np.full((8, 8, 3), 0.5)), ("numbers", np.zeros(3)), ("action_mask", np.ones(2)),
+])  # fmt: skip
+def test_an_observation_that_its_space_does_not_have_is_refused_by_its_part(ppo, key, wrong, capsys):
+    """Fractions in an image of bytes would all become 0 without a word; by a policy in one's own loop as well."""
+    args = short(ppo, "Parts", **FEW)
+    ppo.train(args)
+    policy, obs = ppo.load_policy("run"), gym.make(args.env_id).reset()[0]
+    policy(obs)
+    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is no observation of")):
+        policy(obs | {key: wrong})
+    again = replace(args, run_dir="again", env_kwargs={"key": key, "wrong": wrong.tolist()})
+    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is no observation of")):
+        ppo.train(again)
 
 
 def test_a_mask_of_another_length_and_one_that_allows_nothing_are_refused(ppo, monkeypatch, capsys):
