@@ -375,9 +375,10 @@ def test_a_mask_given_at_reset_or_in_steps_only_is_refused_by_name(name, at_rese
     assert f"Sometimes-v0: {what}" in err
 
 
-@pytest.mark.parametrize("key, wrong", [
-    ("image", np.full((8, 8, 3), 0.5)), ("numbers", np.zeros(3)), ("action_mask", np.ones(2)),
-])  # fmt: skip
+WRONG = dict(image=np.full((8, 8, 3), 0.5), numbers=np.zeros(3), action_mask=np.ones(2))
+
+
+@pytest.mark.parametrize("key, wrong", WRONG.items(), ids=WRONG)
 def test_an_observation_that_its_space_does_not_have_is_refused_by_its_part(ppo, key, wrong, capsys):
     """Fractions in an image of bytes would all become 0 without a word; by a policy in one's own loop as well."""
     args = short(ppo, "Parts", **FEW)
