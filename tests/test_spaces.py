@@ -380,7 +380,7 @@ WRONG = dict(image=np.full((8, 8, 3), 0.5), numbers=np.zeros(3), action_mask=np.
 
 @pytest.mark.parametrize("key, wrong", WRONG.items(), ids=WRONG)
 def test_an_observation_that_its_space_does_not_have_is_refused_by_its_part(ppo, key, wrong, capsys):
-    """Fractions in an image of bytes would all become 0 without a word; by a policy in one's own loop as well."""
+    """Fractions in an image of bytes would all become 0 without a word; in one's own loop as well."""
     args = short(ppo, "Parts", **FEW)
     ppo.train(args)
     policy, obs = ppo.load_policy("run"), gym.make(args.env_id).reset()[0]
