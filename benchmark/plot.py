@@ -130,7 +130,7 @@ def read_results(files: list[Path]) -> list[Curve]:
 
 def draw(axes, x, strata: list[np.ndarray], final: float, colour, alone: bool) -> None:
     """One curve with its interval and the diamond of its final evaluation, alone also with its IQM."""
-    for statistic in (mean, iqm) if alone else (mean,):
+    for statistic in (mean, iqm) if alone and len(strata[0]) > 1 else (mean,):
         estimate, lower, upper = stratified_bootstrap(strata, statistic)
         dashes, alpha = ("-", 0.18) if statistic is mean else ("--", 0.1)
         axes.plot(x, estimate, dashes, color=colour, linewidth=1.6)
@@ -179,13 +179,15 @@ def draw_results(files: list[Path], out: Path, apart: bool) -> None:
         title = "all environments with a bar"
         axes.set(title=title, xlabel="share of the training", ylabel="0: untrained, 1: bar")
     line = lambda *style, color="black", **more: plt.Line2D([], [], *style, color=color, **more)
-    legend = {f"{name}, mean": line(color=colour[name]) for name in colour}
-    if any(len(own) == 1 for own in panels.values()):
+    several = any(len(curve.returns) > 1 for curve in curves)
+    legend = {f"{name}, mean" if several else name: line(color=colour[name]) for name in colour}
+    if several and any(len(own) == 1 for own in panels.values()):
         legend["interquartile mean"] = line(linestyle="--")
     legend["final evaluation"] = line(**DIAMOND)
     if any(curve.bar is not None for curve in curves):
         legend["bar"] = line(linestyle=":")
-    save(figure, "Evaluations during training, 95% bootstrap intervals over seeds", out, legend)
+    intervals = ", 95% bootstrap intervals over seeds" if several else ""
+    save(figure, f"Evaluations during training{intervals}", out, legend)
 
 
 # ------------------------------------------------------------------------------------------------------- runs
