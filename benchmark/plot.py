@@ -89,7 +89,8 @@ def save(figure, title: str, out: Path, legend: dict) -> None:
     """Writes the picture, with a legend {label: line} below all panels if there is one."""
     figure.suptitle(title, fontsize=11)
     if legend:
-        columns = min(4, len(legend)) if max(map(len, legend)) < 22 else 2
+        fit = int(11 * figure.get_figwidth() / (max(map(len, legend)) + 8))  # eleven letters in an inch
+        columns = max(1, min(4, len(legend), fit))
         figure.legend(legend.values(), legend.keys(), loc="outside lower center", ncols=columns)
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
