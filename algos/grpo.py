@@ -727,6 +727,8 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
 
 def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
+    if kwargs.get("episodic_life"):
+        raise UsageError("episodic_life would restart the game after every lost life: leave it out")
     gym.register_envs(importlib.import_module("ale_py"))
     envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
     to_array, layout = observation_map(envs.single_observation_space)

@@ -305,6 +305,7 @@ class Walk(Probe):
         if self.signal and phase == self.phase and Walk.count[phase] == self.after:
             for _ in range(self.times):
                 os.kill(os.getpid(), getattr(signal, self.signal))
+                time.sleep(0.02)  # two that wait for Python at once are one
         self.t += 1
         push = 2.0 * action - 1 if isinstance(self.action_space, Discrete) else float(action[0])
         self.x += 0.15 * push + self.np_random.normal(0, 0.1)
