@@ -693,7 +693,7 @@ class StandardEnv(gym.Wrapper):
         for space, x in leaves(self.env.observation_space, obs):
             x, whole = np.asarray(x), isinstance(space, Box) and space.dtype.kind in "iu"
             if x.size != math.prod(space.shape) or whole and x.dtype.kind == "f" and (x % 1).any():
-                raise UsageError(f"{self.id}: {x.dtype} of shape {x.shape} is no observation of {space}")
+                raise UsageError(f"{self.id}: {x.dtype} of shape {x.shape} is not an observation of {space}")
 
     def reset(self, **kwargs):
         try:

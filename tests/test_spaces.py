@@ -385,10 +385,10 @@ def test_an_observation_that_its_space_does_not_have_is_refused_by_its_part(ppo,
     ppo.train(args)
     policy, obs = ppo.load_policy("run"), gym.make(args.env_id).reset()[0]
     policy(obs)
-    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is no observation of")):
+    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is not an observation of")):
         policy(obs | {key: wrong})
     again = replace(args, run_dir="again", env_kwargs={"key": key, "wrong": wrong.tolist()})
-    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is no observation of")):
+    with pytest.raises(ppo.UsageError, match=re.escape(f"{wrong.shape} is not an observation of")):
         ppo.train(again)
 
 
