@@ -1118,6 +1118,7 @@ class Run:
         self.returns = []  # of the last evaluation
         self.episodes = []  # since the last log entry: return, length, means of info_keys
         self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.unconfirmed = [f"info/{key}" for key in args.info_keys]  # until an episode ends
         self.checkpoint_every = args.checkpoint_every * args.num_envs
         self.over = False  # True ends the training before total_timesteps
         self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
@@ -1327,6 +1328,10 @@ class Run:
             keys = [f"info/{key}" for key in self.args.info_keys]
             names = ["train/episode_return", "train/episode_length", *keys]
             row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
+            for key in self.unconfirmed:
+                if row[key] == 0:
+                    say(f"note: {key} is 0 so far; does the environment put a number there, under this name?")
+            self.unconfirmed = []
             self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
             self.episodes = []
         self.logged_at, self.seconds = self.env_steps, time.perf_counter() - self.started_at

@@ -5,7 +5,7 @@ it send, and where does it stop paying?
     python benchmark/processes.py speed                  # measured with 1 and 2 processes, predicted for more
 
 curves writes benchmark/results/processes.csv and docs/img/processes.png, speed writes
-benchmark/results/processes_speed.csv. docs/performance.md has the table, benchmark/README.md the details.
+benchmark/results/processes_speed.csv. benchmark/README.md has the table.
 
 A prediction is for processes with a core each, each taking as many steps as one alone does (num_envs grows
 with them), and whose messages go around a ring, as gloo's do. With K of them a rollout and its updates take

@@ -4,12 +4,13 @@
     python benchmark/tables.py --check    # exit code 1 if a page is out of date
 
 What a script measured and printed into results/NAME.txt stands between <!-- output:NAME:start --> and
-<!-- output:NAME:end --> in docs/. Names come from the docstring of each script, results and speed from
-benchmark/results.
+<!-- output:NAME:end --> in docs/ and in benchmark/README.md. Names come from the docstring of each script,
+results and speed from benchmark/results. The tables of docs/performance.md are made in the same way.
 """
 
 import argparse
 import ast
+import math
 import re
 import statistics
 import sys
@@ -18,8 +19,9 @@ from pathlib import Path
 import numpy as np
 from plot import stratified_bootstrap
 from run import ROOT, iqm, passes, rows_of, short, slug
-from speed import OURS, SB3, TASKS
+from speed import OURS, SB3, SBX, TASKS
 from suites import PUBLISHED, SUITES
+from time_to_bar import RACES
 
 NOTE = """
 Lines to read: those of the algorithm; the utilities below them, all but equal in every script, make the rest.
@@ -30,6 +32,11 @@ and networks, median of pairs on a CPU. Papers, seeds, intervals, other tasks an
 pages.
 """.strip()
 RESULTS = ROOT / "benchmark/results"
+PEERS = {SB3: "Stable-Baselines3", SBX: "SBX"}
+LABELS = {
+    "ppo": "PPO", "a2c": "A2C", "trpo": "TRPO", "ppo_lstm": "PPO with memory", "dqn": "DQN", "sac": "SAC",
+    "ddpg_td3": "TD3",
+}  # fmt: skip
 
 
 def finals(cell) -> list[float]:
@@ -98,6 +105,64 @@ def first_speed(algo: str) -> str:
     return "–"
 
 
+def spread(values: list[float], digits: int) -> str:
+    """The median, and the range of the values."""
+    show = lambda x: f"{x:,.{digits}f}"
+    return f"{show(statistics.median(values))} ({show(min(values))} to {show(max(values))})"
+
+
+def processor(rows: list[dict]) -> str:
+    (found,) = {row["cpu"] for row in rows}  # both sides ran on one machine
+    return found.replace("(R)", "").removesuffix(" Processor")
+
+
+def speeds(peer: str) -> str:
+    """Steps per second of each task beside a peer, medians of pairs."""
+    rows = rows_of(RESULTS / "speed.csv")
+    lines = [f"| script and environment | PlainRL | {PEERS[peer]} | ratio (range over pairs) | processor |"]
+    lines.append("|---" * 5 + "|")
+    for name, task in TASKS.items():
+        of_task = [row for row in rows if row["task"] == name]
+        if task.peer != peer or not of_task:
+            continue
+        sides = [[float(r["steps_per_second"]) for r in of_task if r["library"] == x] for x in (OURS, peer)]
+        algo = LABELS[task.algo]
+        middle = " | ".join(f"{statistics.median(side):,.0f}" for side in sides)
+        ratios = spread([a / b for a, b in zip(*sides, strict=True)], 2)
+        lines.append(f"| {algo}, {task.env_id} | {middle} | {ratios} | {processor(of_task)} |")
+    return "\n".join(lines)
+
+
+def races() -> str:
+    """Seconds until a policy reaches the bar and stays there, on the tasks of both sides."""
+    rows = rows_of(RESULTS / "time_to_bar.csv")
+    lines = ["| script and environment | bar | PlainRL | Stable-Baselines3 | ratio | processor |"]
+    lines.append("|---" * 6 + "|")
+    for cell in RACES:
+        of_cell = [row for row in rows if row["cell"] == cell]
+        if not any(row["library"] == SB3 for row in of_cell):
+            continue
+        medians, sides = [], []
+        for library in (OURS, SB3):
+            of_side = [row for row in of_cell if row["library"] == library]
+            seconds = [float(row["seconds"]) if row["solved"] == "True" else math.inf for row in of_side]
+            ends = [float(row["trained_seconds"]) for row in of_side if row["solved"] != "True"]
+            medians.append(statistics.median(seconds))
+            reached = len(of_side) - len(ends)
+            if not ends:
+                sides.append(spread(seconds, 1))
+            elif reached:
+                sides.append(f"{reached} of {len(of_side)} seeds, after {min(seconds):.0f}")
+            else:
+                sides.append(f"not reached in {min(ends):.0f} to {max(ends):.0f}")
+        ratio = f"{medians[1] / medians[0]:.1f}" if math.isfinite(sum(medians)) else ""
+        algo, env_id = cell.split()
+        title = f"{LABELS[algo]}, {env_id.rpartition(':')[2]}"
+        bar = of_cell[0]["bar"]
+        lines.append(f"| {title} | {bar} | {' | '.join(sides)} | {ratio} | {processor(of_cell)} |")
+    return "\n".join(lines)
+
+
 def name_of(script: Path) -> str:
     """From a docstring that begins `Name of the Algorithm (Authors year, arXiv 1234.56789): ...`."""
     docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
@@ -124,6 +189,10 @@ def content(page: Path, name: str) -> str:
         return f"{table()}\n\n{NOTE}"
     if name == "results":
         return results_table(page.stem)
+    if name == "time_to_bar":
+        return races()
+    if name.startswith("speed:"):
+        return speeds(name.removeprefix("speed:"))
     printed = (RESULTS / f"{name.removeprefix('output:')}.txt").read_text(encoding="utf-8")
     return "```text\n" + printed.strip("\n") + "\n```"
 
@@ -131,7 +200,7 @@ def content(page: Path, name: str) -> str:
 def filled(page: Path) -> str:
     """The text of the page with what the data say."""
     block = lambda x: f"<!-- {x[1]}:start -->\n{content(page, x[1])}\n<!-- {x[1]}:end -->"
-    marks = r"<!-- (table|results|output:\w+):start -->.*?<!-- \1:end -->"
+    marks = r"<!-- (table|results|time_to_bar|speed:[\w-]+|output:\w+):start -->.*?<!-- \1:end -->"
     return re.sub(marks, block, page.read_text(encoding="utf-8"), flags=re.S)
 
 
@@ -139,7 +208,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the pages are up to date")
     args = parser.parse_args()
-    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+    for page in [ROOT / "README.md", ROOT / "benchmark" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
         text = filled(page)
         if not args.check:
             page.write_text(text, encoding="utf-8")

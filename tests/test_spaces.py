@@ -470,9 +470,11 @@ def test_info_is_survived_by_every_script(script):
         assert rate == (None if kind == "two" else 1)
 
 
-def test_numbers_in_info_are_logged_as_means_over_each_episode(script):
+def test_numbers_in_info_are_logged_as_means_over_each_episode_and_a_misspelt_one_is_told(script, capsys):
     changes = FEW | dict(horizon=4, dagger_iterations=1, info_keys=("cost", "nowhere"))
     quick(script, "Infos", env_kwargs={"kind": "number", "length": 4}, **changes)
+    out = capsys.readouterr().out
+    assert out.count("note: info/nowhere is 0") == 1 and "note: info/cost" not in out
     rows = [row for row in progress() if "train/episode_return" in row]
     assert rows and all((row["info/cost"], row["info/nowhere"]) == (2.5, 0) for row in rows)  # 1, 2, 3, 4
 
