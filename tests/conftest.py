@@ -34,11 +34,11 @@ AGENTS = {}  # of the scripts that were loaded
 
 # A training of a second or less; a script takes the fields that its Args has.
 TINY = dict(
-    device="cpu", total_timesteps=384, eval_every=128, checkpoint_every=64, eval_episodes=2, num_envs=2,
-    num_steps=32, update_epochs=2, value_epochs=2, num_minibatches=2, batch_size=16, buffer_size=400,
-    learning_starts=64, train_every=16, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
+    device="cpu", total_timesteps=192, eval_every=64, checkpoint_every=32, eval_episodes=2, num_envs=2,
+    num_steps=16, update_epochs=2, value_epochs=2, num_minibatches=2, batch_size=16, buffer_size=200,
+    learning_starts=32, train_every=8, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
-    population=4, log_every=64, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
+    population=4, log_every=32, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
     initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8,
     dagger_episodes=4, validation_share=0.25, meta_batch_size=2, episodes_per_task=1, horizon=10,
     num_train_tasks=4, num_test_tasks=2, adaptation_episodes=1, steps_prior=8, steps_posterior=8,
@@ -196,15 +196,6 @@ def call_main(module, *argv) -> int:
         return stop.code or 0
     finally:
         sys.argv = before
-
-
-def command(name: str, folder: Path, *argv, timeout=120) -> subprocess.CompletedProcess:
-    """Copies the file alone into folder and runs it there."""
-    shutil.copy(ALGOS / f"{name}.py", folder)
-    env = os.environ | {"PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, f"{name}.py", *map(str, argv)]
-    options = dict(cwd=folder, env=env, timeout=timeout, stdin=subprocess.DEVNULL)
-    return subprocess.run(words, capture_output=True, text=True, **options)
 
 
 def fork(action, output: Path = Path(os.devnull)) -> int:

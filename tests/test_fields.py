@@ -44,7 +44,7 @@ CONTEXT = dict(  # what a field needs, to matter
     clip_coef=dict(outer="ppo", learning_rate=0.1), outer_lr=dict(outer="ppo"),
     outer_epochs=dict(outer="ppo"), group_size=dict(episodes_per_update=8),
     backtrack_ratio=dict(max_kl=3.0), double=dict(learning_rate=0.1), independent_noise=dict(noisy=True),
-    epsilon_min=dict(epsilon_decay=0.5), num_envs=dict(num_minibatches=1), grid_size=NUMBERS,
+    epsilon_min=dict(epsilon_decay=0.1), num_envs=dict(num_minibatches=1), grid_size=NUMBERS,
     obs_low=NUMBERS, obs_high=NUMBERS, clip_positive_returns=dict(reward_scale=10.0),
     epsilon_start=dict(exploration_fraction=1.0), sample_actions=dict(epsilon_end=0.9),
     num_test_tasks=dict(eval_episodes=4),

@@ -39,6 +39,7 @@ def results(out: Path) -> list[dict]:
     return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real GPU")
 def test_a_rehearsal_measures_all_and_a_second_one_continues(empty_folder):
     first, second = empty_folder / "first", empty_folder / "second"

@@ -375,7 +375,7 @@ def test_a_reader_that_goes_away_stops_no_training(ppo):
     assert wait(fork(lambda: into_a_closed_pipe(*flags(tiny(ppo))), Path("out"))) == 0, Path(
         "out"
     ).read_text()
-    assert checkpoint()["run"]["env_steps"] == 384 and len(progress()) > 5
+    assert checkpoint()["run"]["env_steps"] == 192 and len(progress()) > 5
     code = wait(fork(lambda: into_a_closed_pipe("--help"), Path("help")))
     assert code == -signal.SIGPIPE and "Traceback" not in Path("help").read_text()
 

@@ -134,6 +134,7 @@ def table(folder: Path) -> list[dict]:
     return [row | clocks | {"command": row["command"].replace(str(folder), "")} for row in read(path)]
 
 
+@pytest.mark.cluster
 def test_a_cluster_that_loses_a_machine_loses_no_run(cluster, tmp_path):
     here, there = tmp_path / "here", tmp_path / "there"
     call("run.py", *walks(here, "--jobs", 6))
@@ -150,6 +151,7 @@ def test_a_cluster_that_loses_a_machine_loses_no_run(cluster, tmp_path):
     assert 1 <= len(again) <= 2 and any(1 <= began[1] < 12 for began in again), starts(there)
 
 
+@pytest.mark.cluster
 def test_what_a_stopped_program_had_done_on_a_cluster_came_home(cluster, tmp_path):
     words = walks(tmp_path / "runs", "--args=--pace 0.6 --scale 2", seeds=6)
     child = start("run.py", *words, "--engine", "ray", "--address", cluster.address)
@@ -163,6 +165,7 @@ def test_what_a_stopped_program_had_done_on_a_cluster_came_home(cluster, tmp_pat
     assert began == sorted(before.values()) and len(table(tmp_path / "runs")) == 6 * 14
 
 
+@pytest.mark.cluster
 def test_a_cluster_trains_a_script_to_the_same_table(cluster, tmp_path):
     words = ["--script", ALGOS / "q_learning.py", "--env-id", "FrozenLake-v1", "--steps", 20_000]
     words += ["--seeds", 1, "--final-episodes", 3]
@@ -263,6 +266,7 @@ def test_a_search_finds_a_better_setting_and_goes_on_after_a_stop(tmp_path):
     assert "another search" in call("tune.py", *words, "--seeds", 3, code=1)
 
 
+@pytest.mark.cluster
 def test_a_search_on_a_cluster_finds_a_better_setting(cluster, tmp_path):
     ray = ["--jobs", 2, "--engine", "ray", "--address", cluster.address]
     words = search(tmp_path, "--trials", 6, "--args=--pace 0.3", *ray)
@@ -318,6 +322,7 @@ def test_files_come_home_with_an_evaluation_or_a_checkpoint_and_the_record_first
     assert new(tmp_path, "run/1", seen, logs=True) == {"run/1.log": b"error"}
 
 
+@pytest.mark.cluster
 @pytest.mark.skipif(not shutil.which("setpriv"), reason="Linux only")
 def test_a_training_on_a_cluster_dies_with_the_process_that_started_it(tmp_path):
     run = tool("run")

@@ -31,7 +31,7 @@ def both(request):
 # -------------------------------------------------------------------------------------------- replay memory
 @pytest.mark.parametrize("num_envs, async_envs", [(1, False), (4, False), (2, True)])
 def test_no_transition_joins_two_episodes_or_segments(both, seen, num_envs, async_envs):
-    changes = dict(total_timesteps=60 * num_envs, checkpoint_every=20, async_envs=async_envs)
+    changes = dict(total_timesteps=60 * num_envs, checkpoint_every=20, buffer_size=400, async_envs=async_envs)
     quick(both, "Boundary", num_envs=num_envs, gamma=0.5, **changes)
     buffer, kinds = seen["buffer"], set()
     assert buffer.filled == 60 * num_envs

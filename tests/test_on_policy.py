@@ -123,7 +123,7 @@ def test_advantages_are_those_of_the_true_successors(critics, monkeypatch):
     monkeypatch.setattr(critics, "Agent", Known)
     calls = watch_loss(critics, monkeypatch)
     options = dict(gamma=0.5, gae_lambda=0.0, normalize_advantage=False, update_epochs=1, num_minibatches=1)
-    quick(critics, "Boundary", **options)
+    quick(critics, "Boundary", num_steps=32, **options)
     truth = []
     for evaluates, number, episode, t, _, reward in probe_envs.Boundary.steps:
         last = t == probe_envs.boundary_length(number, episode)
@@ -447,7 +447,7 @@ def test_the_estimate_of_kl_is_exact_in_the_mean(ppo):
 # ---------------------------------------------------------------------------------------- epochs and metrics
 def test_every_epoch_visits_the_whole_rollout_in_a_new_order(ppo, monkeypatch):
     calls = watch_loss(ppo, monkeypatch)
-    args = short(ppo, update_epochs=3, num_minibatches=4, normalize_advantage=False)
+    args = short(ppo, num_steps=32, update_epochs=3, num_minibatches=4, normalize_advantage=False)
     ppo.train(args)
     epochs = torch.stack([call["advantage"] for call in calls]).view(3, 64)
     assert len(calls) == 12 and len(epochs[0].unique()) == 64
@@ -587,7 +587,9 @@ def test_a_step_is_shrunk_until_it_is_good_or_not_taken(trpo):
 
 def test_a_whole_step_of_trpo_spends_what_the_kl_may_be(trpo):
     """Where the KL is all but quadratic, 1/2 x H x = max_kl holds before any search."""
-    few = dict(total_timesteps=320, cg_iterations=50, cg_tolerance=0.0, hvp_damping=0.0, max_kl=1e-4)
+    few = dict(
+        total_timesteps=320, num_steps=32, cg_iterations=50, cg_tolerance=0.0, hvp_damping=0.0, max_kl=1e-4
+    )
     quick(trpo, env_kwargs={"actions": "box"}, hidden_sizes=(), **few)
     rows = [row for row in progress() if row.get("policy/step_share") == 1]
     assert rows and [row["policy/kl"] for row in rows] == pytest.approx([1e-4] * len(rows), rel=0.1)

@@ -108,8 +108,9 @@ def test_learning_begins_at_the_policy_that_acted(ppo_lstm, monkeypatch, memory,
     """Episodes of 20 steps, rollouts of 32: the second one begins amid them."""
     calls, log, first = watch_loss(ppo_lstm, monkeypatch), ppo_lstm.Run.log, []
     monkeypatch.setattr(ppo_lstm.Run, "log", lambda run, row: first.append(len(calls)) or log(run, row))
-    many = dict(num_envs=4, num_minibatches=2, total_timesteps=384, learning_rate=0.02, log_std_init=-3.0)
+    many = dict(num_envs=4, num_steps=32, num_minibatches=2, total_timesteps=384, learning_rate=0.02)
     box = dict(actions="box", edge=9.0)
+    many["log_std_init"] = -3.0
     quick(ppo_lstm, memory=memory, shared_trunk=shared, env_kwargs=box, **many)
     for at in sorted({0, *first} - {len(calls)}):
         assert torch.allclose(calls[at]["log_prob"], calls[at]["old_log_prob"], atol=1e-5)
@@ -119,7 +120,7 @@ def test_learning_begins_at_the_policy_that_acted(ppo_lstm, monkeypatch, memory,
 
 def test_every_epoch_visits_every_environment_whole(ppo_lstm, monkeypatch):
     calls = watch_loss(ppo_lstm, monkeypatch)
-    quick(ppo_lstm, num_envs=4, num_minibatches=4, update_epochs=3, normalize_advantage=False)
+    quick(ppo_lstm, num_envs=4, num_steps=32, num_minibatches=4, update_epochs=3, normalize_advantage=False)
     epochs = torch.stack([call["advantage"] for call in calls]).view(3, 4, 32)
     sets = [sorted(sorted(part.tolist()) for part in epoch) for epoch in epochs]
     assert sets[0] == sets[1] == sets[2] and len(epochs[0].unique()) == 128
@@ -128,7 +129,7 @@ def test_every_epoch_visits_every_environment_whole(ppo_lstm, monkeypatch):
 
 def test_the_next_value_is_of_the_memory_one_step_further(ppo_lstm, record, seen):
     values, resets = record(ppo_lstm, "compute_gae"), record(ppo_lstm, "reset_done")
-    quick(ppo_lstm, "Boundary", memory_size=8)
+    quick(ppo_lstm, "Boundary", num_steps=32, memory_size=8)
     (_, value, next_value, _, done, *_), _ = values[0]
     goes_on = done[:-1] == 0
     assert torch.allclose(next_value[:-1][goes_on], value[1:][goes_on], atol=1e-5) and done.sum() > 8

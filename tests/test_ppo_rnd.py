@@ -82,7 +82,7 @@ def test_returns_of_novelty_never_end_and_its_scale_runs_along_time(rnd, monkeyp
     monkeypatch.setattr(rnd, "Agent", KnownAgent)
     monkeypatch.setattr(rnd, "Novelty", KnownNovelty)
     coefs = dict(intrinsic_coef=3.0 * intrinsic, extrinsic_coef=2.0 * (not intrinsic), gae_lambda=0.9)
-    gammas = dict(gamma_intrinsic=0.8, gamma=0.7, initial_obs_steps=0, total_timesteps=128)
+    gammas = dict(gamma_intrinsic=0.8, gamma=0.7, initial_obs_steps=0, total_timesteps=128, num_steps=32)
     quick(rnd, "Boundary", **coefs, **gammas)
     steps, seen = played(), [0.0, 0.0]
     assert sum(done for *_, done in steps) > 10
@@ -149,12 +149,12 @@ def test_only_the_newest_frame_of_a_stack_is_looked_at(rnd):
 
 
 def test_random_steps_fill_the_normalizer_once_and_then_episodes_start_anew(rnd):
-    quick(rnd, "Boundary", run_dir="whole", initial_obs_steps=20)
+    quick(rnd, "Boundary", run_dir="whole", initial_obs_steps=20, num_steps=32)
     assert len(played()) == 20 + 64 == 20 + checkpoint("whole")["run"]["env_steps"]
     assert [int(obs[2]) for _, obs, *_ in played()[20:22]] == [0, 0]  # t
     probe_envs.forget()
     quick(
-        rnd, "Boundary", initial_obs_steps=20, eval_every=64, stop_return=-1e9
+        rnd, "Boundary", initial_obs_steps=20, num_steps=32, eval_every=64, stop_return=-1e9
     )  # ends before the first rollout
     for total in (64, 128):
         words = ["--resume", "run", "--stop-return", "inf", "--total-timesteps", str(total)]

@@ -80,7 +80,7 @@ def test_returns_are_those_of_the_true_successors(pqn, monkeypatch):
     monkeypatch.setattr(pqn.Agent, "forward", known)
     seen, returns = [], pqn.q_lambda_returns
     monkeypatch.setattr(pqn, "q_lambda_returns", lambda *args: seen.append(returns(*args)) or seen[-1])
-    quick(pqn, "Boundary", gamma=0.5, q_lambda=0.0)
+    quick(pqn, "Boundary", num_steps=32, gamma=0.5, q_lambda=0.0)
     truth = []
     for evaluates, number, episode, t, _, reward in probe_envs.Boundary.steps:
         last = t == probe_envs.boundary_length(number, episode)
@@ -94,7 +94,7 @@ def test_returns_are_those_of_the_true_successors(pqn, monkeypatch):
 def test_the_next_value_is_of_a_legal_action(pqn, record):
     """Against a table of which actions are legal."""
     returns, outputs = record(pqn, "q_lambda_returns"), record(pqn.Agent, "forward")
-    quick(pqn, "Loop", total_timesteps=128)
+    quick(pqn, "Loop", num_steps=32, total_timesteps=128)
     masks = torch.tensor(odd_envs.Loop.masks, dtype=torch.bool)
     for given, return_ in returns:
         assert given[1].isfinite().all() and return_.isfinite().all()

@@ -37,6 +37,7 @@ from conftest import (
     wait,
 )
 
+pytestmark = pytest.mark.cluster
 PARTED = [name for name in ("a2c", "ppo") if name in NAMES]
 COPIES = tempfile.TemporaryDirectory()  # of the scripts, with recipes/NAME_torchrun.patch
 PATCHED = Path(COPIES.name) / "algos"

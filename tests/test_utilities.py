@@ -336,7 +336,7 @@ def test_evaluating_changes_nothing_of_the_training(ppo):
         ppo.train(args)
     assert equal(parts("a")["agent"], parts("b")["agent"]) and equal(parts("b")["agent"], parts("c")["agent"])
     frozen = checkpoint("b")["agent"]["obs_norm.count"]
-    assert frozen == checkpoint("a")["agent"]["obs_norm.count"] == 384
+    assert frozen == checkpoint("a")["agent"]["obs_norm.count"] == 192
 
 
 def test_the_interval_between_checkpoints_never_shapes_the_data(ppo):
@@ -468,7 +468,7 @@ def die():
     "moment", ["half a file", "before the move", "after the move", "half a row", "a row more"]
 )
 def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, moment):
-    """In the middle of the second checkpoint, of step 128, or of the row of step 192."""
+    """In the middle of the second checkpoint, of step 64, or of the row of step 96."""
     saves, torch_save, move, log = [], torch.save, Path.replace, ppo.Run.log
 
     def save(state, file):
@@ -484,19 +484,19 @@ def test_a_kill_at_the_worst_moment_leaves_the_run_as_it_would_have_been(ppo, mo
         second and moment == "after the move" and die()
 
     def log_row(run, metrics):
-        if moment == "half a row" and run.env_steps == 192:
+        if moment == "half a row" and run.env_steps == 96:
             with run.progress.open("a") as file:
-                file.write('{"step": 192, "sec')
+                file.write('{"step": 96, "sec')
             die()
         log(run, metrics)
-        run.env_steps == 192 and (run.writer.flush(), die())
+        run.env_steps == 96 and (run.writer.flush(), die())
 
     def killed():
         torch.save, Path.replace, ppo.Run.log = save, replace_file, log_row
         ppo.train(tiny(ppo))
 
     assert wait(fork(killed)) == -signal.SIGKILL
-    assert checkpoint()["run"]["env_steps"] == (0 if moment in ("half a file", "before the move") else 128)
+    assert checkpoint()["run"]["env_steps"] == (0 if moment in ("half a file", "before the move") else 64)
     for events in Path("run").glob("events.*"):  # TensorBoard sorts them by the second in their name
         events.rename(events.with_name(re.sub(r"\d+", "1", events.name, count=1)))
     ppo.train(ppo.parse_args(["--resume", "run"]))
@@ -518,7 +518,7 @@ def test_ctrl_c_reaches_the_processes_of_the_environments_too_and_saves(ppo, che
 
 def test_a_second_signal_stops_at_once(ppo):
     args = tiny(ppo, total_timesteps=10**6)
-    args.env_kwargs |= dict(signal="SIGINT", after=100, times=2)
+    args.env_kwargs |= dict(signal="SIGINT", after=50, times=2)
     assert wait(fork(lambda: sys.exit(call_main(ppo, *flags(args))))) == 130
     assert checkpoint()["run"]["env_steps"] == 0
 
@@ -554,7 +554,7 @@ def test_a_run_is_not_overwritten_and_a_branch_leaves_it_alone(ppo, capsys):
     assert call_main(ppo, "--resume", "run", "--run-dir", "new", "--total-timesteps", "640") == 0
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     steps = [row["step"] for row in progress("new")]
-    assert min(steps) > 384 and max(steps) == 640  # a log of its own, and a best model
+    assert min(steps) > 192 and max(steps) == 640  # a log of its own, and a best model
     assert checkpoint("new", "best.pt")["run"]["env_steps"] in steps
     assert checkpoint("new")["args"]["run_dir"] == "new"
     assert call_main(ppo, "--resume", "new/checkpoint.pt", "--total-timesteps", "700") == 0
@@ -564,17 +564,17 @@ def test_a_run_is_not_overwritten_and_a_branch_leaves_it_alone(ppo, capsys):
 def test_each_start_is_in_environment_json_and_its_source_lies_beside_the_others(ppo):
     ppo.train(tiny(ppo))
     source = Path("run/ppo.py").read_text()
-    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "448"]))
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "224"]))
     copy = Path("changed.py").absolute()
     copy.write_text(source + "\n# changed\n")
     changed = load_script("changed", copy)
-    changed.train(changed.parse_args(["--resume", "run", "--total-timesteps", "512"]))
+    changed.train(changed.parse_args(["--resume", "run", "--total-timesteps", "256"]))
     sources = {path.name: path.read_text() for path in Path("run").glob("*.py")}
-    assert sources == {"ppo.py": source, "ppo-384.py": source, "changed-448.py": copy.read_text()}
+    assert sources == {"ppo.py": source, "ppo-192.py": source, "changed-224.py": copy.read_text()}
     history = json.loads(Path("run/environment.json").read_text())
-    assert [entry["step"] for entry in history] == [0, 384, 448]
+    assert [entry["step"] for entry in history] == [0, 192, 224]
     assert {"torch", "gymnasium", "numpy", "python", "git", "command", "device"} <= history[0].keys()
-    assert json.loads(Path("run/args.json").read_text())["total_timesteps"] == 512
+    assert json.loads(Path("run/args.json").read_text())["total_timesteps"] == 256
 
 
 def test_stop_return_ends_the_training(ppo):
@@ -598,7 +598,7 @@ def test_best_is_the_model_with_the_best_evaluation(ppo, monkeypatch):
 
     monkeypatch.setattr(ppo, "evaluate", graded)
     ppo.train(tiny(ppo))
-    best, later = (checkpoint("run", name)["agent"] for name in ("models/128.pt", "models/384.pt"))
+    best, later = (checkpoint("run", name)["agent"] for name in ("models/64.pt", "models/192.pt"))
     assert equal(checkpoint("run", "best.pt")["agent"], best) and not equal(best, later)
     assert checkpoint()["run"]["best"] == 3
 
