@@ -165,7 +165,7 @@ def train(args: Args) -> np.ndarray:
     target_agent.obs_norm = agent.obs_norm  # one normalizer for both networks
     graph = args.cuda_graph and device.type == "cuda"
     optimizer = Adam([(agent.parameters(), args.learning_rate)], device, args.adam_eps, graph)
-    buffer = FrameBuffer(args, agent.obs_space, device)
+    buffer = FrameBuffer(args, agent.obs_space, device, args.per)
 
     def update(batch):
         """One gradient step on a batch of transitions (B, ...)."""
@@ -455,10 +455,11 @@ class FrameBuffer:
     true successor. On Atari, an observation is a stack of frames: a row holds only the newest frame, and the
     older frames of an episode's first observation get their own rows.
     Row t of environment i has the index t * num_envs + i, so the next row is num_envs further on.
-    Rows are drawn in proportion to their mass, which is 0 if the step or the observation is incomplete.
+    Rows are drawn in proportion to their mass, which is 0 if the step or the observation is incomplete, and
+    otherwise 1 or, if prioritized, a power of the priority.
     """
 
-    def __init__(self, args, obs_space, device: torch.device):
+    def __init__(self, args, obs_space, device: torch.device, prioritized: bool):
         self.args, self.obs_shape, self.device, self.num_envs = args, obs_space.shape, device, args.num_envs
         self.stack = args.env_kwargs.get("stack_num", 4) if args.env_id.startswith("ALE/") else 1
         self.depth = obs_space.shape[0] // self.stack  # of a frame: its size along the first axis
@@ -467,7 +468,7 @@ class FrameBuffer:
             raise UsageError(f"--buffer-size {args.buffer_size} is too small: use {least} or more")
         frame = (self.depth, *obs_space.shape[1:])
         needed = size * (math.prod(frame) * obs_space.dtype.itemsize + 8 + 8 + 1 + 8)  # of the arrays below
-        needed += 9 * size * args.per  # leaves of the tree and the sums above
+        needed += 9 * size * prioritized  # leaves of the tree and the sums above
         free = free_memory(torch.device("cpu"))
         text = f"replay buffer: {size:,} transitions, {needed / 1e9:.3g} of {free / 1e9:.3g} GB free"
         if needed > free:
@@ -476,7 +477,7 @@ class FrameBuffer:
         self.obs = np.zeros((size, *frame), obs_space.dtype)
         self.action, self.reward = np.zeros(size, np.int64), np.zeros(size)
         self.terminated, self.mass = np.zeros(size, bool), np.zeros(size)
-        self.tree = SumTree(size) if args.per else None
+        self.tree = SumTree(size) if prioritized else None
         self.largest = 1.0  # mass so far; new steps get it
         self.newest = (self.stack - 1) * args.num_envs + np.arange(args.num_envs)  # rows; these stay empty
         self.filled = 0  # all rows in use are below this
@@ -507,10 +508,10 @@ class FrameBuffer:
         if self.tree:
             self.tree.set(row, mass)
 
-    def set_priority(self, row: np.ndarray, td_error: torch.Tensor) -> None:
-        """With --per, the mass of rows (B,) becomes (|td_error| + eps)^alpha (Schaul et al. 2016, eq. 1)."""
+    def set_priority(self, row: np.ndarray, error: torch.Tensor) -> None:
+        """If prioritized, the mass of rows (B,) becomes (|error| + eps)^alpha (Schaul et al. 2016, eq. 1)."""
         if self.tree:
-            mass = (td_error.abs().cpu().double().numpy() + self.args.per_eps) ** self.args.per_alpha
+            mass = (error.abs().cpu().double().numpy() + self.args.per_eps) ** self.args.per_alpha
             self.largest = max(self.largest, float(mass.max()))
             self.set_mass(row, mass)
 

@@ -245,10 +245,10 @@ class Naive:
 def test_the_memory_equals_a_naive_one(shape, stack, num_envs, size, per, n_step):
     """Random ends of both kinds, segments that end, laps of the ring, new priorities, reloads in between."""
     rng, env_id = np.random.default_rng(0), "ALE/Pong-v5" if stack > 1 else "Walk"
-    given = dict(num_envs=num_envs, buffer_size=size, n_step=n_step, per=per, per_eps=0.1, per_alpha=0.7)
+    given = dict(num_envs=num_envs, buffer_size=size, n_step=n_step, per_eps=0.1, per_alpha=0.7)
     args, dtype = short(env_id, gamma=0.9, **given), np.uint8 if shape[1:] else np.float32
     np.random.seed(0)
-    make = lambda: dqn.FrameBuffer(args, Box(0, 255, shape, dtype), CPU)
+    make = lambda: dqn.FrameBuffer(args, Box(0, 255, shape, dtype), CPU, per)
     draw = lambda: rng.integers(0, 256, (num_envs, *shape)).astype(dtype)
     buffer, naive, obs = make(), Naive(num_envs, stack, size // num_envs), draw()
     buffer.start(obs), naive.start(range(num_envs))
@@ -307,8 +307,8 @@ def test_each_leaf_is_drawn_from_its_part_of_the_mass(size, monkeypatch):
 @pytest.mark.parametrize("stack", [1, 2, 4])
 def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refused(stack):
     space, frame = Box(0, 255, (stack, 3, 3), np.uint8), np.zeros((2, stack, 3, 3), np.uint8)
-    game = dict(env="ALE/Pong-v5", env_kwargs={"stack_num": stack}, per=True)
-    make = lambda size: dqn.FrameBuffer(short(**game, buffer_size=size), space, CPU)
+    game = dict(env="ALE/Pong-v5", env_kwargs={"stack_num": stack})
+    make = lambda size: dqn.FrameBuffer(short(**game, buffer_size=size), space, CPU, prioritized=True)
     least = 2 * (2 * stack + 1)
     with pytest.raises(dqn.UsageError, match=rf"--buffer-size {least - 1} .*\b{least}\b"):
         make(least - 1)
@@ -323,7 +323,7 @@ def test_the_smallest_memory_always_has_a_step_to_draw_and_a_smaller_one_is_refu
 
 def test_a_large_memory_says_what_it_takes_and_a_checkpoint_takes_what_is_filled(monkeypatch, capsys):
     args, space = short("ALE/Pong-v5", num_envs=1, buffer_size=10**6), Box(0, 255, (4, 84, 84), np.uint8)
-    make = lambda **changes: dqn.FrameBuffer(dqn.replace(args, **changes), space, CPU)
+    make = lambda **changes: dqn.FrameBuffer(dqn.replace(args, **changes), space, CPU, False)
     monkeypatch.setattr(dqn, "free_memory", lambda device: 7.5e9)
     trained, buffer = quick(), make()
     needed = sum(x.nbytes for x in vars(buffer).values() if hasattr(x, "nbytes") and len(x) == 10**6)
