@@ -70,6 +70,8 @@ ARGUMENTS = dict.fromkeys(NUMBERS.split(), lambda _: round(random.uniform(0.1, 0
     "q_values": (2, 4), "next_q_values": (2, 4), "target_q_values": (4, 3), "log_alpha": (), "entropy": (),
     "quantiles": (2, 5, 4), "soft_quantiles.quantiles": (8, 4), "quantile_huber_loss.y": (3, 4),
     "product_of_gaussians.mean": (2, 3, 2), "theta": (3, 2), "perturb.noise": (4, 3, 2),
+    "next_probs": lambda _: R(4, 6).softmax(1), "atoms": lambda _: torch.linspace(-2, 2, 6),
+    "log_probs": (4, 6), "kl_loss.target": lambda _: R(4, 6).softmax(1),
     "weight": lambda _: U(4), "error": lambda _: U(4), "discount": lambda _: 0.9 * (1 - flags(4)),
     "var": lambda _: U(4, 3) + 0.1, "product_of_gaussians.var": lambda _: U(2, 3, 2) + 0.1,
     "done": lambda _: flags(3, 2), "terminated": lambda _: flags(3, 2),
@@ -102,7 +104,9 @@ ARGUMENTS = dict.fromkeys(NUMBERS.split(), lambda _: round(random.uniform(0.1, 0
     "line_search()": lambda _: hill(), "adapt()": logistic,
 }  # fmt: skip
 # Those that learn: the gradients with respect to them must agree, too
-LEARNED = "log_prob value q_values mean log_std action near_action var quantiles log_alpha error td_error"
+LEARNED = """
+    log_prob log_probs value q_values mean log_std action near_action var quantiles log_alpha error td_error
+"""
 
 
 def example(part: str, reference, seed: int) -> dict:

@@ -51,6 +51,9 @@ compute_td_target: argmax with keepdim=True gives the index that gather needs.
 q_loss: F.huber_loss with reduction="none" has one number per error. Weight them before you average.
 epsilon_at: Three cases: before learning_starts; with noisy weights, which explore alone (0); and the line.
 epsilon_at: The line reaches epsilon_end after exploration_fraction of total_timesteps, and stays there.
+project: Move every atom to reward + discount * atom and clip. Where does it lie, counted in atoms: 7.25?
+project: The atoms 7 and 8 then share its probability. scatter_add sums where several fall on one atom.
+kl_loss: Atoms of probability 0 add 0, but 0 * log 0 is not a number: torch.xlogy knows that.
 q_lambda_returns: Start from the one-step return, and correct it by gamma lambda (R_{t+1} - next_value[t]).
 q_lambda_returns: Go backwards. Beyond the rollout no return is known; the last next_value replaces it.
 linear_epsilon: What share of exploration_fraction * total_timesteps is over? No more than 1.

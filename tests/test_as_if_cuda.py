@@ -49,6 +49,8 @@ CASES = {
     "dqn": ("dqn", {}, 1),
     "dqn, all": ("dqn", dict(double=True, dueling=True, noisy=True, n_step=3, per=True), 24),
     "dqn, image": ("dqn", IMAGE, 1),
+    "rainbow": ("rainbow", {}, 24),
+    "rainbow, image": ("rainbow", IMAGE, 24),
     "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
@@ -61,7 +63,7 @@ CASES = {
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
 }
 # Cases that run without a graph, too
-EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "ddpg_td3", "sac", "tqc", "crossq", "pearl"}
+EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "rainbow", "ddpg_td3", "sac", "tqc", "crossq", "pearl"}
 SOLVERS = r"\b(conjugate_gradient|line_search):\d"  # look at a number before they go on
 PAUSES = {"__init__", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 

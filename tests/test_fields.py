@@ -26,10 +26,10 @@ LOGGED = set(
 ) | {"es gamma", "bc gamma"}  # what these change is the log alone
 VALUES = dict(
     clip_value=0.001, clip_return=0.1, target_kl=1e-9, max_grad_norm=1e-3, critic_lr=0.1, actor_lr=0.1,
-    alpha_lr=0.1, encoder_lr=0.1, predictor_lr=0.1, target_entropy=-5.0, critic_sizes=(5,), n_step=3,
+    alpha_lr=0.1, encoder_lr=0.1, predictor_lr=0.1, target_entropy=-5.0, critic_sizes=(5,), n_step=2,
     learning_starts=128, log_std_init=1.0, buffer_size=100, newest_channels=1, memory_span=4,
     grid_size=(3, 3), total_timesteps=256, obs_low=(-9.0, 0.0), obs_high=(9.0, 9.0),
-    train_every=8, random_hold=2, exploration_fraction=1.0, eval_seed=5, cg_iterations=1, max_backtracks=1,
+    train_every=4, random_hold=2, exploration_fraction=1.0, eval_seed=5, cg_iterations=1, max_backtracks=1,
     dropped_quantiles=3, renorm_warmup=2, num_train_tasks=3, inner_steps=2, validation_share=0.5,
     num_minibatches=1, num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False,
     group_size=2, reference_every=100,
