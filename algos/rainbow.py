@@ -558,7 +558,7 @@ class FrameBuffer:
         self.set_mass(np.arange(self.filled), state["mass"].numpy())
 
 
-# From our own experiments; Atari follows the paper. MountainCar's returns lie between -5 and 0, but with atoms
+# From our own experiments; Atari follows the paper. MountainCar's returns lie from -5 to 0, but with atoms
 # up to 5 an untrained network promises too much: every action that is tried disappoints, so all are tried.
 TUNED = {
     "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,

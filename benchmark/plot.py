@@ -110,9 +110,9 @@ class Curve(NamedTuple):
     bar: float | None
 
 
-def read_results(files: list[Path]) -> list[Curve]:
+def read_results(files: list[Path], skipped: int | None = None) -> list[Curve]:
     points, finals = defaultdict(lambda: defaultdict(list)), defaultdict(list)
-    for row in (row for path in files for row in rows_of(path)):
+    for row in (row for path in files for row in rows_of(path) if row["total_timesteps"] != str(skipped)):
         key, score = (row["algo"], row["env_id"], int(row["total_timesteps"])), float(row["eval_return_mean"])
         if row["kind"] == "curve":
             points[key][row["seed"]].append((int(row["step"]), score))
@@ -139,9 +139,9 @@ def draw(axes, x, strata: list[np.ndarray], final: float, colour, alone: bool) -
     axes.plot(x[-1], final, color=colour, **DIAMOND)
 
 
-def draw_results(files: list[Path], out: Path, apart: bool) -> None:
+def draw_results(files: list[Path], out: Path, apart: bool, skipped: int | None = None) -> None:
     """One panel per environment, or apart per curve, and one over all environments with a bar."""
-    curves = read_results(files)
+    curves = read_results(files, skipped)
     if not curves:
         sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
     colour, panels, joint = colours([curve.name for curve in curves]), defaultdict(list), defaultdict(list)
@@ -256,6 +256,7 @@ def main() -> None:
     parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
     parser.add_argument("--out", type=Path, help="picture of --results, or folder; default: RUN/plots")
     parser.add_argument("--apart", action="store_true", help="a panel for each, in place of one for all")
+    parser.add_argument("--skip-steps", type=int, help="leave out results of trainings of so many steps")
     args = parser.parse_args()
     runs = [path for path in args.runs if (path / "progress.jsonl").is_file()]
     if bool(args.results) == bool(runs) or (args.results and not args.out):
@@ -264,7 +265,7 @@ def main() -> None:
     if runs:
         draw_runs(runs, args.out or runs[0] / "plots", args.apart)
     else:
-        draw_results(args.results, args.out, args.apart)
+        draw_results(args.results, args.out, args.apart, args.skip_steps)
 
 
 if __name__ == "__main__":

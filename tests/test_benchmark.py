@@ -247,6 +247,30 @@ def test_time_to_the_bar_is_measured_and_drawn(tmp_path):
 
 def test_readme_and_docs_show_what_was_measured():
     call("tables.py", "--check")
+    call("figures.py", "--check")
+
+
+def test_a_picture_is_out_of_date_when_its_data_have_changed(tmp_path, monkeypatch, capsys):
+    figures = tool("figures")
+    data = Path(shutil.copy(figures.RESULTS / "ppo__CartPole-v1.csv", tmp_path))
+    for name, path in (("RESULTS", tmp_path), ("PICTURES", tmp_path), ("KNOWN", tmp_path / "figures.json")):
+        monkeypatch.setattr(figures, name, path)
+    monkeypatch.setattr(figures, "FIGURES", {"ppo": figures.Figure("ppo__*.csv")})
+
+    def check() -> int:
+        monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
+        with pytest.raises(SystemExit) as stop:
+            figures.main()
+        return stop.value.code
+
+    assert check() == 1 and "ppo" in capsys.readouterr().out  # there is none
+    figures.draw("ppo")
+    assert check() == 0 and cv2.imread(str(tmp_path / "ppo.png")).std() > 5
+    data.write_text(data.read_text().replace("500", "499"))
+    assert check() == 1
+    figures.draw("ppo")
+    shutil.copy(tmp_path / "ppo.png", tmp_path / "another.png")
+    assert check() == 1 and "another" in capsys.readouterr().out
 
 
 def test_what_is_visited_is_counted_and_drawn(tmp_path, monkeypatch, capsys):

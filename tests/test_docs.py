@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from dataclasses import fields
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -52,6 +53,12 @@ def test_commands_name_existing_files_and_options(page):
                 assert given <= names, f"{page.name}: {line}"
 
 
+@cache
+def names_of(script: Path) -> set[str]:
+    """The functions and classes of a file."""
+    return {node.name for node in ast.parse(script.read_text()).body if hasattr(node, "name")}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_functions(page):
     for target in re.findall(r"\]\(([^)#\s]+(?:#\w+)?)\)", page.read_text()):
@@ -61,8 +68,7 @@ def test_links_lead_to_files_and_functions(page):
         file = (page.parent / path).resolve()
         assert file.exists(), f"{page.name}: {target}"
         if file.suffix == ".py" and name:
-            names = [node.name for node in ast.parse(file.read_text()).body if hasattr(node, "name")]
-            assert name in names, f"{page.name}: {target}"
+            assert name in names_of(file), f"{page.name}: {target}"
 
 
 @pytest.mark.parametrize("name", NAMES)
