@@ -343,7 +343,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, but DQN needs Discrete: try ppo.py")
+            raise UsageError(f"{args.env_id} has {action_space} actions, but Rainbow needs Discrete: try ppo.py")
         if not args.hidden_sizes:
             raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
         if not -math.inf < args.v_min < args.v_max < math.inf:
@@ -558,20 +558,18 @@ class FrameBuffer:
         self.set_mass(np.arange(self.filled), state["mass"].numpy())
 
 
-# From our own experiments; Atari follows the paper. MountainCar's returns lie from -5 to 0, but with atoms
-# up to 5 an untrained network promises too much: every action that is tried disappoints, so all are tried.
+# From our own experiments; Atari follows the paper. The atoms go beyond the largest return: at the last atom
+# all actions look alike. MountainCar's returns lie from -5 to 0, and with atoms up to 5 an untrained network
+# promises too much: every action that is tried disappoints, so all are tried.
 TUNED = {
     "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
-                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0),
+                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0, v_max=20.0),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=3e-3, buffer_size=50_000, train_every=4,
                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1, v_max=0.0),
     "MountainCar-v0": dict(total_timesteps=120_000, learning_rate=4e-3, buffer_size=50_000, gamma=0.98,
                            n_step=4, train_every=16, updates_per_train=4, target_update_every=600,
                            hidden_sizes=(128, 128), normalize_obs=True, reward_scale=0.1, v_min=-5.0,
                            v_max=5.0),
-    "LunarLander-v3": dict(total_timesteps=100_000, learning_rate=1e-3, train_every=4, updates_per_train=2,
-                           target_update_every=1_000, hidden_sizes=(128, 128), reward_scale=0.1, v_min=-20.0,
-                           v_max=30.0, eval_every=25_000),
     "atari": dict(total_timesteps=10_000_000, learning_rate=6.25e-5, adam_eps=1.5e-4, anneal_lr=False,
                   batch_size=32, buffer_size=1_000_000, learning_starts=20_000, train_every=4,
                   target_update_every=8_000, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,

@@ -209,7 +209,6 @@ SUITES = {
         Cell("rainbow", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("rainbow", "Acrobot-v1", 100_000, seeds=10, bar=-77),
         Cell("rainbow", "MountainCar-v0", 120_000, seeds=10, bar=-115),
-        Cell("rainbow", "LunarLander-v3", 100_000, seeds=10),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.

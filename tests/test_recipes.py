@@ -22,7 +22,14 @@ SMALL = dict(
     learning_starts=32, batch_size=16, buffer_size=200,
 )  # fmt: skip
 # Of recipes and scripts that refuse the actions of one
-ENVS = dict(ddpg_td3=["Pendulum-v1"], dqn=["CartPole-v1"], sac=["Pendulum-v1"], sac_discrete=["CartPole-v1"])
+REACH, BITFLIP = "benchmark.goal_envs:Reach-v0", "benchmark.goal_envs:BitFlip-v0"
+ENVS = dict(
+    ddpg_td3=["Pendulum-v1"],
+    dqn=["CartPole-v1"],
+    sac=["Pendulum-v1"],
+    sac_discrete=["CartPole-v1"],
+    sac_her=[REACH],
+)
 PATCHES = sorted(path.stem for path in (ROOT / "recipes").glob("*.patch"))
 
 
@@ -110,7 +117,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("one, other", PAIRS, ids=[f"{one}-{other}" for one, other in PAIRS])
 def test_any_two_recipes_for_one_script_apply_together_and_train(cook, tmp_path, one, other):
-    runs(cook(one, other), tmp_path / "run", "CartPole-v1")
+    runs(cook(one, other), tmp_path / "run", BITFLIP if "sac_her" in (one, other) else "CartPole-v1")
 
 
 def test_reference_policy_pulls_and_pushes(cook, tmp_path, monkeypatch):
@@ -519,3 +526,71 @@ def test_targets_and_losses_of_choices_are_of_their_probabilities(cook, tmp_path
     (_, entropy, target_entropy), _ = temperatures[-1]
     torch.testing.assert_close(entropy, pi.entropy().mean().detach())
     assert target_entropy == pytest.approx(0.5 * math.log(2))
+
+
+# ------------------------------------------------------------------------------------------------- hindsight
+@pytest.mark.parametrize("share", [0.0, 0.8, 1.0])
+def test_hindsight_pretends_goals_that_the_same_episode_reached_later(cook, tmp_path, share):
+    """Against the episodes as they were, with laps of the ring, ends by time, and cuts by checkpoints."""
+    sac = cook("sac_her")
+    add, cut, sample = sac.ReplayBuffer.add, sac.ReplayBuffer.cut, sac.ReplayBuffer.sample
+    steps, episode, pretended, looked_ahead = {}, [0, 0], [], set()
+    env = gym.make(REACH).unwrapped
+
+    def watched_add(buffer, **step):
+        add(buffer, **step)
+        for i in range(2):
+            obs, next_obs = (step[name][i].astype(np.float32) for name in ("obs", "next_obs"))
+            steps[obs.tobytes()] = (i, episode[i], len(steps), next_obs.copy(), float(step["reward"][i]))
+            episode[i] += step["done"][i]
+
+    def watched_cut(buffer):
+        cut(buffer)
+        episode[:] = [number + 1 for number in episode]
+
+    def watched_sample(buffer, size):
+        batch = sample(buffer, size)
+        goal, reached = buffer.part["desired_goal"], buffer.part["achieved_goal"]
+        starts = {np.frombuffer(start, np.float32)[reached].tobytes(): x for start, x in steps.items()}
+        for obs, next_obs, reward in zip(
+            *(batch[x].numpy() for x in ("obs", "next_obs", "reward")), strict=True
+        ):
+            i, number, at, true_next, paid = starts[obs[reached].tobytes()]  # no two begin alike
+            assert np.array_equal(next_obs[reached], true_next[reached])
+            assert np.array_equal(obs[goal], next_obs[goal])
+            later = [x for x in steps.values() if x[:2] == (i, number) and x[2] >= at]
+            pretended.append(not np.array_equal(obs[goal], true_next[goal]))
+            if pretended[-1]:
+                (found,) = [x[2] for x in later if np.array_equal(x[3][reached], obs[goal])]
+                looked_ahead.add((found - at) // 2)
+                assert reward == float(env.compute_reward(next_obs[reached], next_obs[goal], {}))
+            else:
+                assert reward == paid
+        return batch
+
+    sac.ReplayBuffer.add, sac.ReplayBuffer.cut, sac.ReplayBuffer.sample = (
+        watched_add,
+        watched_cut,
+        watched_sample,
+    )
+    sizes = dict(num_envs=2, buffer_size=60, total_timesteps=200, checkpoint_every=31, learning_starts=40)
+    sizes |= dict(hidden_sizes=(8,), updates_per_step=0.5)
+    runs(sac, tmp_path / "run", REACH, env_kwargs={"max_episode_steps": 7}, her_share=share, **sizes)
+    assert np.mean(pretended) == pytest.approx(share, abs=0.05) and len(pretended) > 1000
+    assert looked_ahead == (set(range(7)) if share else set())
+
+
+def test_hindsight_continues_after_a_kill_as_if_it_had_not_been_stopped(cook, tmp_path):
+    sac = cook("sac_her")
+    few = dict(checkpoint_every=32, hidden_sizes=(8,))
+    whole = runs(sac, tmp_path / "whole", REACH, total_timesteps=128, **few)
+    cut = runs(sac, tmp_path / "cut", REACH, total_timesteps=64, **few)
+    sac.train(sac.parse_args(["--resume", str(cut), "--total-timesteps", "128"]))
+    assert equal(checkpoint(cut)["agent"], checkpoint(whole)["agent"])
+
+
+@pytest.mark.parametrize("env_id, changes", [("Pendulum-v1", {}), (REACH, dict(n_step=3))])
+def test_hindsight_refuses_what_has_no_goals(cook, tmp_path, env_id, changes):
+    sac = cook("sac_her")
+    with pytest.raises(sac.UsageError, match="hindsight needs"):
+        runs(sac, tmp_path / "run", env_id, **changes)
