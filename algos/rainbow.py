@@ -558,12 +558,11 @@ class FrameBuffer:
         self.set_mass(np.arange(self.filled), state["mass"].numpy())
 
 
-# From our own experiments; Atari follows the paper. The atoms go beyond the largest return: at the last atom
-# all actions look alike. MountainCar's returns lie from -5 to 0, and with atoms up to 5 an untrained network
-# promises too much: every action that is tried disappoints, so all are tried.
+# From our own experiments; Atari follows the paper. MountainCar's returns lie from -5 to 0, and with atoms up to 5
+# an untrained network promises too much: every action that is tried disappoints, so all are tried.
 TUNED = {
     "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
-                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0, v_max=20.0),
+                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=3e-3, buffer_size=50_000, train_every=4,
                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1, v_max=0.0),
     "MountainCar-v0": dict(total_timesteps=120_000, learning_rate=4e-3, buffer_size=50_000, gamma=0.98,
