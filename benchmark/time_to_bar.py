@@ -219,7 +219,8 @@ def draw(rows: list[dict], out: Path) -> None:
                 beside = axes.get_yaxis_transform()  # x in widths of the picture, y in lines
                 axes.text(1.01, line + shift, text, va="center", fontsize=8, color=colour, transform=beside)
             legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
-    axes.set_yticks(range(len(cells)), [f"{cell} to {RACES[cell].bar:g}" for cell in reversed(cells)])
+    labels = [f"{cell.replace(HIDDEN, '')} to {RACES[cell].bar:g}" for cell in reversed(cells)]
+    axes.set_yticks(range(len(cells)), labels)
     axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
     axes.set_ylim(-0.6, len(cells) - 0.4)
     axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
