@@ -763,7 +763,8 @@ def todays_name(env_id: str) -> str:
     name = env_id.rpartition(":")[2].removeprefix("ALE/")
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
-    return f" Its name is now {max(names, key=lambda name: ('/' in name, name))}." if names else ""
+    today = max(names, key=lambda name: ("/" in name, name), default="")
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md." if today else ""
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
