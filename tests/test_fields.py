@@ -33,7 +33,8 @@ VALUES = dict(
     dropped_quantiles=3, renorm_warmup=2, num_train_tasks=3, inner_steps=2, validation_share=0.5,
     num_minibatches=1, num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False,
     group_size=2, reference_every=100,
-    clip_coef=1e-3, cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9, epsilon_min=0.9,
+    clip_coef=1e-3, cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9,
+    epsilon_min=0.9,
 )  # fmt: skip
 NUMBERS = dict(env_kwargs={"actions": "discrete"})
 BOX, FIXED_ALPHA, BONUS = dict(env_kwargs={"actions": "box"}), dict(auto_alpha=False), dict(entropy_coef=0.5)
