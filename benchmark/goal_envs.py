@@ -1,7 +1,7 @@
 """Two tasks with goals, for hindsight (docs/sac.md): rewards are -1 until the goal is reached, then 0.
 
     git apply recipes/sac_her.patch
-    python algos/sac.py --env-id benchmark.goal_envs:Reach-v0 --total-timesteps 10000
+    python algos/sac.py --env-id benchmark.goal_envs:Reach-v0 --total-timesteps 6000 --learning-starts 500
 
 An observation is a Dict of observation, achieved_goal and desired_goal, as in gymnasium-robotics. Episodes
 end by their time limit alone.
