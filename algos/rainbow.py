@@ -1,12 +1,14 @@
 """Rainbow (Hessel et al. 2018, arXiv 1710.02298): DQN that learns the distribution of the return instead of
 its mean, together with the five extensions of dqn.py.
 
-    value    Q(s, a) = sum_i z_i p_i(s, a)    p: probabilities of Z atoms z_i, evenly spaced
-    network  p(s, a) = softmax over the atoms of V(s) + A(s, a) - mean_b A(s, b)                     (dueling)
-             with noise on the weights of V and A, which explores                                    (noisy)
-    target   m: p'(s_{t+n}, a*), its atoms moved to R + gamma^n z_i and projected back onto z      (n-step)
-             a* = argmax_a Q(s_{t+n}, a); p' is an older copy of the network                        (double)
-    loss     KL(m || p(s_t, a_t)), also the priority with which a transition is drawn           (prioritized)
+    value        Q(s, a) = sum_i z_i p_i(s, a)    p: probabilities of Z evenly spaced atoms z_i
+    dueling      p(s, a) = softmax over the atoms of V(s) + A(s, a) - mean_b A(s, b)
+    noisy        weights of V and A are mu + sigma * noise, which explores
+    double       a* = argmax_a Q(s_{t+n}, a)
+    n-step       m: p'(s_{t+n}, a*), its atoms moved to R + gamma^n z_i and projected back onto z
+                 R: discounted sum of n rewards; p': an older copy of the network
+    loss         KL(m || p(s_t, a_t))
+    prioritized  transitions are drawn in proportion to (KL + eps)^alpha
 
 The distribution, its projection and its loss are from C51 (Bellemare et al. 2017, 1707.06887). dqn.py names
 the papers of the others.
@@ -89,8 +91,8 @@ class Args:
     # algorithm
     total_timesteps: Count = 50_000  # environment steps, rounded up to whole steps of all environments
     num_atoms: Annotated[int, (2, math.inf)] = 51  # atoms of the distribution of the return
-    v_min: float = -10.0  # lowest atom: the least return after reward_scale; lower ones are counted here
-    v_max: float = 10.0  # highest atom
+    v_min: float = -10.0  # lowest atom; lower returns (after reward_scale) count as this one
+    v_max: float = 10.0  # highest atom; higher returns count as this one
     n_step: Count = 3  # rewards in a target before it bootstraps
     independent_noise: bool = False  # one random number per weight, not per input and output
     per_alpha: Share = 0.5  # exponent of the priorities; 0: uniform sampling
