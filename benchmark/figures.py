@@ -44,9 +44,8 @@ FIGURES = {name: Figure(f"{name}__*.csv") for name in ONE_ALGORITHM} | {
         "dqn__CartPole-v1.csv dqn__Acrobot-v1.csv dqn__MountainCar-v0.csv dqn-double_per__LunarLander-v3.csv"
     ),
     "ddpg_td3": Figure("ddpg_td3__*.csv ddpg_td3-td3__*.csv ddpg_td3-ddpg__*.csv"),
-    "sac": Figure(
-        "sac__*.csv", "plot.py --results {data} --skip-steps 40000 --out {out}"
-    ),  # of the suite caps
+    # the trainings of 40,000 steps belong to the suite caps
+    "sac": Figure("sac__*.csv", "plot.py --results {data} --skip-steps 40000 --out {out}"),
     "maml": Figure("maml__*.csv maml-ppo__*.csv maml-vpg__*.csv maml-no_adaptation__*.csv"),
     # comparisons
     "family": Figure(of("reinforce vpg a2c trpo ppo", "CartPole-v1")),
