@@ -65,6 +65,7 @@ FIGURES = {name: Figure(f"{name}__*.csv") for name in ONE_ALGORITHM} | {
         of("ddpg ddpg_twin ddpg_twin_delay ddpg_twin_delay_gaussian td3", "Pendulum-v1", "ddpg_td3")
     ),
     "pearl_maml": Figure("pearl__*.csv maml__*.csv", "meta.py --out {out}"),
+    "doors": Figure(of("masks no_masks", "benchmark.hidden_envs-Doors-v0", "ppo_lstm")),
     "t_maze": Figure("ppo*TMaze-v0.csv", "t_maze.py --out {out}"),
     "time_to_bar": Figure("time_to_bar.csv", "time_to_bar.py --draw {out}"),
     "bc_episodes": Figure("bc_episodes.csv", "bc_episodes.py --out {out}"),

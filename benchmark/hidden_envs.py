@@ -3,6 +3,7 @@
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:TMaze-v0 --env-kwargs '{"delay": 30}'
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Recall-v0 --total-timesteps 150000
+    python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Doors-v0 --total-timesteps 100000
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
@@ -95,6 +96,45 @@ class Recall(gym.Env):
         return self.observe(), float(right), bool(end), False, {"is_success": right}
 
 
+class Doors(gym.Env):
+    """A T-maze with walls across the corridor: each has so many doors, and one of them is open.
+
+    Observes the cue, -1 or 1 at the entrance and else 0; whether this is the junction; and for each door
+    whether it is open. A closed door costs a step. At the junction the first and the last door are open: the
+    first one pays 1 if the cue was -1, the last one if it was 1. With masks, info["action_mask"] allows only
+    open doors.
+    """
+
+    def __init__(self, walls: int = 20, doors: int = 8, masks: bool = True):
+        self.walls, self.masks = walls, masks
+        self.observation_space, self.action_space = Box(-1, 1, (2 + doors,), np.float32), Discrete(doors)
+
+    def at_wall(self, cue=0):
+        """Observation and info in front of the next wall."""
+        self.open = np.zeros(self.action_space.n, np.int8)
+        self.open[[0, -1] if self.passed == self.walls else self.np_random.integers(len(self.open))] = 1
+        return self.observe(cue)
+
+    def observe(self, cue=0):
+        obs = np.array([cue, self.passed == self.walls, *self.open], dtype=np.float32)
+        return obs, {"action_mask": self.open} if self.masks else {}
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.passed, self.cue = 0, self.np_random.choice([-1, 1])
+        return self.at_wall(self.cue)
+
+    def step(self, action):
+        if not self.open[action]:
+            obs, info = self.observe()
+            return obs, 0.0, False, False, info | {"is_success": False}
+        end = self.passed == self.walls
+        right = bool(end and action == (0 if self.cue < 0 else len(self.open) - 1))
+        self.passed += not end
+        obs, info = self.at_wall()
+        return obs, float(right), end, False, info | {"is_success": right}
+
+
 class SparseGrid(gym.Env):
     """Rooms in a row with doors at the bottom and at the top in turns; a reward of 1 only in the far corner.
 
@@ -133,4 +173,5 @@ for name, (entries, max_steps) in NO_VELOCITY.items():
 gym.register("TMaze-v0", entry_point=TMaze)
 gym.register("Recall-v0", entry_point=Recall)
 gym.register("LongRecall-v0", entry_point=Recall, kwargs=dict(delay=40))
+gym.register("Doors-v0", entry_point=Doors, max_episode_steps=100)
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)

@@ -56,6 +56,11 @@ GRID = (
     "--eval-every", "20000", "--sample-actions",
 )  # fmt: skip
 
+DOORS = (
+    "--num-envs", "32", "--learning-rate", "2e-3", "--hidden-sizes", "64", "--memory-size", "32",
+    "--memory-span", "128", "--shared-trunk", "--eval-every", "10000",
+)  # fmt: skip
+
 HALF_LEARNED = ("--eval-every", "10000")
 ONE_STEP = ("--n-step", "1")
 VARIANTS = {
@@ -98,6 +103,14 @@ SUITES = {
         )
         for memory, (algo, args) in MEMORIES.items()
         for delay in (10, 30, 100)
+    ],
+    # Memory and masks of legal actions together.
+    "doors": [
+        Cell("ppo_lstm", f"{HIDDEN}Doors-v0", 60_000, 10, 0.95, DOORS, "masks"),
+        Cell(
+            "ppo_lstm", f"{HIDDEN}Doors-v0", 60_000, 10, None,
+            (*DOORS, "--env-kwargs", '{"masks": false}'), "no_masks",
+        ),
     ],
     # Hours, and a GPU for Atari. The bars were measured otherwise: HalfCheetah is one run of RL Baselines3
     # Zoo, the other MuJoCo tasks are Tianshou's maximum over training, both on -v3; Atari had no sticky

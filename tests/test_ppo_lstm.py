@@ -199,3 +199,25 @@ def test_hidden_environments_hide():
         assert (cue, junction) == (0, 1) and maze.render().shape == (48, 96, 3)
         _, reward, end, _, info = maze.step(seed % 2)
         assert end and reward == info["is_success"] == (seed % 2 == (known > 0))
+
+
+def test_a_maze_with_doors_shows_which_one_is_open():
+    for masks in (True, False):
+        maze, rng = hidden_envs.Doors(walls=3, doors=4, masks=masks), np.random.default_rng(1)
+        for seed in range(8):
+            obs, info = maze.reset(seed=seed)
+            cue, passed = obs[0], 0
+            assert cue in (-1, 1)
+            for _ in range(200):
+                assert info.get("action_mask", maze.open).tolist() == obs[2:].tolist() and masks == bool(info)
+                assert obs[1] == (passed == 3) and obs[2:].sum() == 1 + obs[1]
+                action = rng.integers(4)
+                was_open, at_junction = obs[2 + action], obs[1]
+                obs, reward, end, _, info = maze.step(action)
+                assert end == bool(at_junction and was_open)
+                assert reward == info.pop("is_success") == (end and action == (0 if cue < 0 else 3))
+                if end:
+                    break
+                passed += int(was_open)
+                assert obs[0] == 0
+            assert end
