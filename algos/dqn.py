@@ -93,6 +93,7 @@ class Args:
     double: bool = False  # the online network chooses the next action, the target network evaluates it
     dueling: bool = False  # separate streams for the state value and the advantages of the actions
     noisy: bool = False  # explore by noise on the weights instead of epsilon-greedy actions
+    noise_std: Rate = 0.5  # with noisy: initial noise of a weight, times 1 / sqrt(inputs of its layer)
     independent_noise: bool = False  # with noisy: one random number per weight, not per input and output
     n_step: Count = 1  # rewards in a target before it bootstraps
     per: bool = False  # prioritized replay: draw transitions with large errors more often
@@ -297,10 +298,11 @@ class NoisyLinear(nn.Linear):
     products are eps_w (eq. 10 and 11).
     """
 
-    def __init__(self, fan_in, fan_out, independent):
+    def __init__(self, fan_in, fan_out, independent, noise_std):
         super().__init__(fan_in, fan_out)
         self.independent = independent
-        bound, sigma = ((3 / fan_in) ** 0.5, 0.017) if independent else (fan_in**-0.5, 0.5 * fan_in**-0.5)
+        scale = fan_in**-0.5
+        bound, sigma = ((3 / fan_in) ** 0.5, 0.017) if independent else (scale, noise_std * scale)
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
         self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
@@ -327,8 +329,8 @@ class Stream(nn.Module):
         super().__init__()
         width = args.hidden_sizes[-1]
         if args.noisy:
-            self.hidden = NoisyLinear(fan_in, width, args.independent_noise)
-            self.output = NoisyLinear(width, fan_out, args.independent_noise)
+            self.hidden = NoisyLinear(fan_in, width, args.independent_noise, args.noise_std)
+            self.output = NoisyLinear(width, fan_out, args.independent_noise, args.noise_std)
         else:
             self.hidden = orthogonal(nn.Linear(fan_in, width))
             self.output = orthogonal(nn.Linear(width, fan_out), gain=1.0)
@@ -868,7 +870,9 @@ def todays_name(env_id: str) -> str:
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     today = max(names, key=lambda name: ("/" in name, name), default="")
-    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md." if today else ""
+    if today in ("", env_id):
+        return ""
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:

@@ -608,7 +608,9 @@ def todays_name(env_id: str) -> str:
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     today = max(names, key=lambda name: ("/" in name, name), default="")
-    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md." if today else ""
+    if today in ("", env_id):
+        return ""
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:

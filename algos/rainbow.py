@@ -11,7 +11,8 @@ its mean, together with the five extensions of dqn.py.
     prioritized  transitions are drawn in proportion to (KL + eps)^alpha
 
 The distribution, its projection and its loss are from C51 (Bellemare et al. 2017, 1707.06887). dqn.py names
-the papers of the others.
+the papers of the others. Optional: quantiles of the return instead of atoms (QR-DQN, Dabney et al. 2018,
+1710.10044); they need no range.
 
 Differences from the paper:
  1. A time limit does not end the return: the target bootstraps from the true final observation.
@@ -90,10 +91,12 @@ class Args:
     stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
     # algorithm
     total_timesteps: Count = 50_000  # environment steps, rounded up to whole steps of all environments
-    num_atoms: Annotated[int, (2, math.inf)] = 51  # atoms of the distribution of the return
+    quantiles: bool = False  # predict quantiles of the return instead of probabilities of atoms (QR-DQN)
+    num_atoms: Annotated[int, (2, math.inf)] = 51  # atoms, or quantiles, of the distribution of the return
     v_min: float = -10.0  # lowest atom; lower returns (after reward_scale) count as this one
     v_max: float = 10.0  # highest atom; higher returns count as this one
     n_step: Count = 3  # rewards in a target before it bootstraps
+    noise_std: Rate = 0.5  # initial noise of a weight (factorized), times 1 / sqrt(inputs of its layer)
     independent_noise: bool = False  # one random number per weight, not per input and output
     per_alpha: Share = 0.5  # exponent of the priorities; 0: uniform sampling
     per_beta_start: Share = 0.4  # importance-sampling exponent; rises linearly to 1
@@ -138,6 +141,15 @@ def kl_loss(log_probs, target):
     return (torch.xlogy(target, target) - target * log_probs).sum(dim=1)
 
 
+def quantile_loss(quantiles, target):
+    """Quantile regression, (B,), of quantiles (B, Z) to samples of the target (B, K): the mean over all pairs
+    of |level - 1(u < 0)| huber(u), u = target - quantile (Dabney et al. 2018, eq. 10)."""
+    level = (torch.arange(quantiles.shape[1], device=target.device) + 0.5) / quantiles.shape[1]
+    target, quantiles = torch.broadcast_tensors(target[:, None], quantiles[:, :, None])  # (B, Z, K)
+    weight = torch.where(target < quantiles, 1 - level[:, None], level[:, None])
+    return (weight * F.huber_loss(quantiles, target, reduction="none")).mean(dim=(1, 2))
+
+
 # ------------------------------------------------------------------------------------------------- training
 def train(args: Args) -> np.ndarray:
     """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
@@ -160,22 +172,27 @@ def train(args: Args) -> np.ndarray:
         rows = torch.arange(len(batch["action"]), device=device)
         with torch.no_grad():
             best = agent.q_values(batch["next_obs"]).argmax(dim=1)
-            next_probs = target_agent(batch["next_obs"])[rows, best].exp()
-            target = project(batch["reward"], batch["discount"], next_probs, agent.atoms)
-        log_probs = agent(batch["obs"])[rows, batch["action"]]
-        kl = kl_loss(log_probs, target)
-        loss = (batch["weight"] * kl).mean()
+            next_return = target_agent(batch["next_obs"])[rows, best]
+            if args.quantiles:
+                target = batch["reward"][:, None] + batch["discount"][:, None] * next_return
+            else:
+                target = project(batch["reward"], batch["discount"], next_return.exp(), agent.atoms)
+        return_ = agent(batch["obs"])[rows, batch["action"]]
+        error = quantile_loss(return_, target) if args.quantiles else kl_loss(return_, target)
+        loss = (batch["weight"] * error).mean()
         optimizer.zero_grad()
         loss.backward()
         (grad_norm,) = clip_gradients(optimizer, args.max_grad_norm)
         optimizer.step()
-        q_value = log_probs.detach().exp() @ agent.atoms
-        at_ends = target[:, 0].mean() + target[:, -1].mean()
-        return {
-            "priority": kl.detach(), "loss/kl": loss.detach(), "q/mean": q_value.mean(),
-            "q/max": q_value.max(), "q/target_mean": (target @ agent.atoms).mean(), "q/at_ends": at_ends,
-            "grad/norm": grad_norm,
+        q_value = agent.mean(return_.detach())
+        q_target = batch["reward"] + batch["discount"] * agent.mean(next_return)
+        metrics = {
+            "priority": error.detach(), "q/mean": q_value.mean(), "q/max": q_value.max(),
+            "q/target_mean": q_target.mean(), "grad/norm": grad_norm,
         }  # fmt: skip
+        if args.quantiles:
+            return metrics | {"loss/quantile": loss.detach()}
+        return metrics | {"loss/kl": loss.detach(), "q/at_ends": (target[:, 0] + target[:, -1]).mean()}
 
     learn = CudaGraph(update) if graph else update
     parts = dict(agent=agent, target_agent=target_agent, optimizer=optimizer, buffer=buffer)
@@ -287,10 +304,11 @@ class NoisyLinear(nn.Linear):
     products are eps_w (eq. 10 and 11).
     """
 
-    def __init__(self, fan_in, fan_out, independent):
+    def __init__(self, fan_in, fan_out, independent, noise_std):
         super().__init__(fan_in, fan_out)
         self.independent = independent
-        bound, sigma = ((3 / fan_in) ** 0.5, 0.017) if independent else (fan_in**-0.5, 0.5 * fan_in**-0.5)
+        scale = fan_in**-0.5
+        bound, sigma = ((3 / fan_in) ** 0.5, 0.017) if independent else (scale, noise_std * scale)
         nn.init.uniform_(self.weight, -bound, bound)
         nn.init.uniform_(self.bias, -bound, bound)
         self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
@@ -316,8 +334,8 @@ class NoisyStream(nn.Module):
     def __init__(self, fan_in, fan_out, args):
         super().__init__()
         width = args.hidden_sizes[-1]
-        self.hidden = NoisyLinear(fan_in, width, args.independent_noise)
-        self.output = NoisyLinear(width, fan_out, args.independent_noise)
+        self.hidden = NoisyLinear(fan_in, width, args.independent_noise, args.noise_std)
+        self.output = NoisyLinear(width, fan_out, args.independent_noise, args.noise_std)
         self.activation = getattr(F, args.activation)
 
     def forward(self, features):
@@ -340,7 +358,7 @@ def random_actions(obs, num_actions, masked):
 
 
 class Agent(nn.Module):
-    """Distributions of the return over Z atoms for all actions, from observations (B, *obs_space.shape)."""
+    """Distributions of the return of all actions, on Z atoms, from observations (B, *obs_space.shape)."""
 
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
@@ -351,7 +369,7 @@ class Agent(nn.Module):
         if not -math.inf < args.v_min < args.v_max < math.inf:
             raise UsageError(f"--v-min {args.v_min} --v-max {args.v_max}: v_max must be the larger one")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
-        self.num_actions = int(action_space.n)
+        self.num_actions, self.quantiles = int(action_space.n), args.quantiles
         self.at_random = False  # before learning starts
         self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
@@ -361,15 +379,20 @@ class Agent(nn.Module):
         self.to(device)
 
     def forward(self, obs):
-        """Log-probabilities (B, A, Z)."""
+        """Log-probabilities of the atoms, or quantiles, (B, A, Z)."""
         features = self.trunk(self.obs_norm(obs))
         advantage = self.advantage(features).unflatten(1, (self.num_actions, -1))
         value = self.value(features)[:, None]
-        return (value + advantage - advantage.mean(dim=1, keepdim=True)).log_softmax(dim=2)
+        return_ = value + advantage - advantage.mean(dim=1, keepdim=True)
+        return return_ if self.quantiles else return_.log_softmax(dim=2)
+
+    def mean(self, return_):
+        """The means (...) of what forward returns, (..., Z)."""
+        return return_.mean(dim=-1) if self.quantiles else return_.exp() @ self.atoms
 
     def q_values(self, obs):
         """Means (B, A) of the distributions; illegal actions have -inf."""
-        q_values = self(obs).exp() @ self.atoms
+        q_values = self.mean(self(obs))
         if self.obs_space.masked:
             q_values = q_values.masked_fill(~legal_actions(obs, self.num_actions), -math.inf)
         return q_values
@@ -562,10 +585,11 @@ class FrameBuffer:
 
 # From our own experiments; Atari follows the paper.
 TUNED = {
-    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
-                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0),
-    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=3e-3, buffer_size=50_000, train_every=4,
-                       target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1, v_max=0.0),
+    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, quantiles=True, noise_std=0.1, train_every=4,
+                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
+    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, quantiles=True, num_atoms=25,
+                       batch_size=128, buffer_size=50_000, train_every=4, updates_per_train=2,
+                       target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
     "atari": dict(total_timesteps=10_000_000, learning_rate=6.25e-5, adam_eps=1.5e-4, anneal_lr=False,
                   batch_size=32, buffer_size=1_000_000, learning_starts=20_000, train_every=4,
                   target_update_every=8_000, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,
@@ -852,7 +876,9 @@ def todays_name(env_id: str) -> str:
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     today = max(names, key=lambda name: ("/" in name, name), default="")
-    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md." if today else ""
+    if today in ("", env_id):
+        return ""
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:

@@ -147,7 +147,7 @@ def noise_of(layer):
 
 def test_noise_has_its_distribution_and_its_scale_is_learned():
     torch.manual_seed(0)
-    layer, bound = dqn.NoisyLinear(9, 6, independent=False), 1 / 3
+    layer, bound = dqn.NoisyLinear(9, 6, independent=False, noise_std=0.5), 1 / 3
     assert 0.9 * bound < layer.weight.abs().max() <= bound and 0 < layer.bias.abs().max() <= bound
     assert torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item() == pytest.approx(0.5 / 3)
     weight, bias, output = noise_of(layer)  # f(a) f(b) on weights, f(a) on biases
@@ -171,7 +171,7 @@ def test_noise_has_its_distribution_and_its_scale_is_learned():
 
 def test_independent_noise_is_a_number_for_each_weight():
     torch.manual_seed(0)
-    layer = dqn.NoisyLinear(9, 6, independent=True)
+    layer = dqn.NoisyLinear(9, 6, independent=True, noise_std=0.5)
     weight, bias, _ = noise_of(layer)
     assert torch.linalg.matrix_rank(weight, atol=1e-2) == 6  # factorized noise has rank one
     draws = [noise_of(layer) for _ in range(2000)]

@@ -38,7 +38,7 @@ from conftest import (
 )
 
 RHYTHM = dict(eval_every=64, checkpoint_every=64, total_timesteps=192)
-EVENTS = {}  # of a whole training of a script
+WHOLE = {}  # by script: how many functions a whole training calls, its log and its parts
 
 
 def evaluations(run_dir="run") -> list[int]:
@@ -237,59 +237,55 @@ def test_a_training_in_another_thread(script):
     assert len(result) == 1 and len(result[0]) == 2
 
 
-class Moment:
-    """Sends a signal to this process when Python has called its n-th function. n is drawn, so it is anywhere:
-    in a library, between two lines of a save, in an evaluation."""
+def count_calls(script, *signals: tuple[int, signal.Signals]) -> list[int]:
+    """Counts the functions that Python calls from where signals are caught on, in a list of one number.
 
-    def __init__(self, *signals: tuple[int, signal.Signals]):
-        self.signals, self.calls = sorted(signals), 0
+    When it has called its n-th function, this process gets a signal, for each pair of n and the signal. n is
+    drawn, so it is anywhere: in a library, between two lines of a save, in an evaluation.
+    """
+    enter, calls, due = script.Run.__enter__, [0], sorted(signals)
 
-    def __call__(self, frame, event, argument):
-        self.calls += event == "call"
-        while self.signals and self.calls >= self.signals[0][0]:
-            os.kill(os.getpid(), self.signals.pop(0)[1])
+    def called(frame, event, argument):
+        if event == "call":
+            calls[0] += 1
+            while due and calls[0] >= due[0][0]:
+                os.kill(os.getpid(), due.pop(0)[1])
+
+    def entered(run):
+        result = enter(run)
+        sys.setprofile(called)
+        return result
+
+    script.Run.__enter__ = entered
+    return calls
 
 
-def calls_of(script) -> int:
-    """How many functions a whole training calls, from where its signals are caught on."""
-    if script.__name__ not in EVENTS:
+def whole(script) -> tuple[int, list[dict], dict]:
+    """How many functions a whole training calls, its log and its parts."""
+    if script.__name__ not in WHOLE:
 
         def count():
-            moment, enter = Moment(), script.Run.__enter__
-
-            def entered(run):
-                result = enter(run)
-                sys.setprofile(moment)
-                return result
-
-            script.Run.__enter__ = entered
-            script.train(short(script, run_dir="counted", **RHYTHM))
+            calls = count_calls(script)
+            script.train(short(script, run_dir="whole", **RHYTHM))
             sys.setprofile(None)
-            Path("calls").write_text(str(moment.calls))
+            Path("calls").write_text(str(calls[0]))
 
         assert wait(fork(count)) == 0
-        EVENTS[script.__name__] = int(Path("calls").read_text())
-    return EVENTS[script.__name__]
+        WHOLE[script.__name__] = int(Path("calls").read_text()), progress("whole"), parts("whole")
+    return WHOLE[script.__name__]
 
 
 @pytest.mark.parametrize("draw", range(5))  # times the number of scripts: a hundred
 def test_a_signal_at_any_moment_loses_nothing(script, draw):
     """SIGKILL, SIGTERM, SIGINT and a hasty second one, at moments that are drawn over the whole training."""
     rng = random.Random(f"{script.__name__} {draw}")
-    total, kind = calls_of(script), ("kill", "int", "term", "hasty", "kill")[draw]
+    (total, log, state), kind = whole(script), ("kill", "int", "term", "hasty", "kill")[draw]
     number = {"kill": signal.SIGKILL, "term": signal.SIGTERM}.get(kind, signal.SIGINT)
     at = rng.randrange(total)
     signals = [(at, number)] + [(at + rng.randrange(3000), number)] * (kind == "hasty")
 
     def run():
-        enter, moment = script.Run.__enter__, Moment(*signals)
-
-        def entered(run):
-            result = enter(run)
-            sys.setprofile(moment)
-            return result
-
-        script.Run.__enter__ = entered
+        count_calls(script, *signals)
         code = call_main(script, *flags(short(script, **RHYTHM)))
         sys.setprofile(None)
         sys.exit(code)
@@ -300,7 +296,6 @@ def test_a_signal_at_any_moment_loses_nothing(script, draw):
     assert code in allowed, (at, total, Path("out").read_text())
     if code != -9 and kind != "hasty":
         assert "Traceback" not in Path("out").read_text()
-    script.train(short(script, run_dir="whole", **RHYTHM))
     if not Path("run/checkpoint.pt").exists():  # before its first one
         assert kind in ("kill", "hasty")
         return
@@ -308,9 +303,10 @@ def test_a_signal_at_any_moment_loses_nothing(script, draw):
     assert len(resume(script)) == 2
     steps = [(row["step"], "eval/return_mean" in row) for row in progress()]
     assert steps == sorted(steps, key=lambda x: x[0]) and len(set(steps)) == len(steps)
-    assert set(evaluations()) >= set(evaluations("whole")[:1]) and evaluations()[-1] == steps[-1][0] >= 192
+    first = next(row["step"] for row in log if "eval/return_mean" in row)
+    assert first in evaluations() and evaluations()[-1] == steps[-1][0] >= 192
     if kind == "kill":
-        assert progress() == progress("whole") and equal(parts(), parts("whole"))
+        assert progress() == log and equal(parts(), state)
 
 
 # -------------------------------------------------------------------------------------- wherever it is called
@@ -412,6 +408,13 @@ def test_an_environment_of_yesterday_is_named_as_it_is_today(ppo, env_id, today,
     assert call_main(ppo, "--env-id", env_id) == 2
     err = capsys.readouterr().err.strip()
     assert f"Its name is now {today}" in err and len(err.splitlines()) == 1
+
+
+def test_an_argument_that_an_environment_does_not_have_is_not_blamed_on_its_name(ppo, capsys):
+    for env_id in ("CartPole-v1", "ALE/Pong-v5"):
+        assert call_main(ppo, "--env-id", env_id, "--env-kwargs", '{"nonsense": 1}') == 2
+        err = capsys.readouterr().err.strip()
+        assert "nonsense" in err and "name is now" not in err and len(err.splitlines()) == 1
 
 
 def test_games_that_would_restart_after_each_lost_life_are_refused(ppo, capsys):

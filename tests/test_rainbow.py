@@ -83,6 +83,69 @@ def test_the_loss_is_the_divergence_and_its_gradient_the_difference_of_the_distr
     torch.testing.assert_close(logits.grad, logits.softmax(1).detach() - target)
 
 
+def test_the_loss_of_quantiles_is_that_of_a_loop_over_all_pairs():
+    quantiles, target = torch.randn(4, 3), 2 * torch.randn(4, 5)
+    target[0, 0] = quantiles[0, 0]
+    for got, z, y in zip(rainbow.quantile_loss(quantiles, target), quantiles, target, strict=True):
+        total = 0.0
+        for level, quantile in zip((1 / 6, 1 / 2, 5 / 6), z.tolist(), strict=True):
+            for sample in y.tolist():
+                u = sample - quantile
+                huber = u**2 / 2 if abs(u) <= 1 else abs(u) - 1 / 2
+                total += abs(level - (u < 0)) * huber
+        assert got.item() == pytest.approx(total / 15, rel=1e-5)
+
+
+@pytest.mark.parametrize("n_step", [1, 3])
+def test_a_training_fits_quantiles_to_those_of_the_next_state(n_step, seen, record, quiet, monkeypatch):
+    """Shifted by the rewards and discounted; the online network chooses, the loss becomes the priority."""
+    batches, priorities = (
+        record(rainbow.FrameBuffer, "transitions"),
+        record(rainbow.FrameBuffer, "set_priority"),
+    )
+    real, found, disagree = rainbow.quantile_loss, [], []
+
+    def watched(quantiles, target):
+        batch, agent, older = batches[-1][1], seen["agent"], seen["target_agent"]
+        rows = torch.arange(len(quantiles))
+        with torch.no_grad():
+            by_target, by_agent, now = older(batch["next_obs"]), agent(batch["next_obs"]), agent(batch["obs"])
+        best = by_agent.mean(2).argmax(1)
+        disagree.append((best != by_target.mean(2).argmax(1)).any())
+        torch.testing.assert_close(quantiles.detach(), now[rows, batch["action"]])
+        for i in range(len(rows)):
+            expected = batch["reward"][i] + batch["discount"][i] * by_target[i, best[i]]
+            torch.testing.assert_close(target[i], expected)
+        found.append((real(quantiles, target).detach(), quantiles.detach(), target))
+        return real(quantiles, target)
+
+    monkeypatch.setattr(rainbow, "quantile_loss", watched)
+    slow = dict(learning_rate=0.05, tau=0.5, target_update_every=40, num_atoms=7, quantiles=True)
+    quick(train_every=4, total_timesteps=160, n_step=n_step, **slow)
+    assert len(priorities) == len(found) == 36 and sum(disagree) > 2
+    for (priority, _), (loss, *_) in zip(priorities, found, strict=True):
+        torch.testing.assert_close(priority[2], loss)
+    (_, quantiles, target), row = found[-1], progress()[-2]  # an evaluation follows
+    assert row["q/mean"] == pytest.approx(quantiles.mean().item(), rel=1e-4)
+    assert row["q/target_mean"] == pytest.approx(target.mean().item(), rel=1e-4)
+    assert "loss/quantile" in row and "loss/kl" not in row and "q/at_ends" not in row
+
+
+def test_quantiles_have_no_range(seen):
+    """10 / 3 with atoms up to 2."""
+    often = dict(train_every=1, target_update_every=5, total_timesteps=400)
+    quick("Ones", gamma=0.7, learning_rate=0.03, v_max=2.0, quantiles=True, **often)
+    q_values = seen["agent"].eval().q_values(torch.zeros(1, 4))
+    assert q_values.max().item() == pytest.approx(10 / 3, abs=0.2)
+
+
+def test_the_noise_begins_as_large_as_asked():
+    for noise_std in (0.5, 0.1):
+        state = new_agent(noise_std=noise_std, hidden_sizes=(16,)).state_dict()
+        assert (state["value.output.weight_sigma"] == noise_std / 4).all()
+        assert (state["advantage.hidden.bias_sigma"] == noise_std / 2).all()
+
+
 @pytest.mark.parametrize("n_step", [1, 3])
 def test_a_training_minimizes_the_divergence_from_the_projected_target(
     n_step, seen, record, quiet, monkeypatch
