@@ -125,7 +125,9 @@ def train(args: Args) -> np.ndarray:
         raise UsageError("demonstrations come from one source: give either --expert or --dataset")
     if args.loss == "mse" and not isinstance(agent.action_space, Box):
         raise UsageError(f"--loss mse needs Box actions; those of {args.env_id} are discrete choices")
-    recorded = read_episodes(args, agent) if args.dataset or args.expert.endswith(".npz") else []
+    name, recorded = args.dataset or args.expert, []
+    if args.dataset or name.endswith(".npz"):
+        recorded = read_episodes(name, args, agent, args.expert_episodes)
     if recorded and args.dagger_iterations:
         raise UsageError("--dagger-iterations needs an expert that acts: a run folder or a .pt file")
     expert = None if recorded else load_expert(args)
@@ -775,7 +777,9 @@ def todays_name(env_id: str) -> str:
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     today = max(names, key=lambda name: ("/" in name, name), default="")
-    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md." if today else ""
+    if today in ("", env_id):
+        return ""
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
 
 
 def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
@@ -1073,55 +1077,73 @@ def load_expert(args):
         raise UsageError(f"the script {script} cannot load the expert {path}: {error}") from None
 
 
-def read_episodes(args, agent):
-    """Episodes of an .npz file or of a Minari dataset, as networks see them.
+def read_episodes(name, args, agent, limit=None, transitions=False):
+    """Episodes of an .npz file or of a Minari dataset, as networks see them; limit is the maximum number.
 
     The file has obs, action and reward of all steps, one episode after the other, in the spaces of the
-    environment, and lengths, the number of steps of each episode; with masks in info also action_mask.
+    environment, and lengths, the number of steps of each episode; with masks in info also action_mask, and
+    for whole transitions next_obs and terminated. Dicts and Tuples are vectors made by spaces.flatten.
     """
-    name = args.dataset or args.expert
     if args.env_id.startswith("ALE/"):
-        raise UsageError(f"{name}: for Atari, whose frames are stacked, give an --expert that acts")
+        raise UsageError(f"{name}: frames of Atari are stacked, so only an --expert of bc.py can show it")
     env = make_env(args, agent.obs_space.masked)
     env.close()  # only its maps are needed
-    if args.dataset and env.mask_in_info:
+    obs_space, action_space = env.env.observation_space, env.env.action_space
+    if (minari := not name.endswith(".npz")) and env.mask_in_info:
         raise UsageError(f"{name}: Minari stores no masks; give an .npz file with action_mask")
-    fields = ["obs", "action", "reward", *["action_mask"] * env.mask_in_info]
+    nested, scalar = obs_space.shape is None, Box(-np.inf, np.inf, (), np.float64)
+    kinds = dict(obs=spaces.flatten_space(obs_space) if nested else obs_space)
+    kinds |= dict(action=action_space, reward=scalar)
+    if transitions:
+        kinds |= dict(next_obs=kinds["obs"], terminated=scalar)
     try:
-        if args.dataset:
-            dataset = importlib.import_module("minari").load_dataset(name)
-            found = [(x.observations, x.actions, x.rewards) for x in islice(dataset, args.expert_episodes)]
+        if minari:
+            found = islice(importlib.import_module("minari").load_dataset(name), limit)
+            found = [dict(obs=x.observations[:-1], action=x.actions, reward=x.rewards,
+                          next_obs=x.observations[1:], terminated=x.terminations) for x in found]  # fmt: skip
         else:
             with np.load(name) as file:
-                *arrays, lengths = (file[key] for key in (*fields, "lengths"))
-            if (lengths < 1).any() or any(len(x) != lengths.sum() for x in arrays):
+                arrays = {what: file[what] for what in [*kinds, *["action_mask"] * env.mask_in_info]}
+                lengths = file["lengths"]
+            if (lengths < 1).any() or any(len(x) != lengths.sum() for x in arrays.values()):
                 raise ValueError("all arrays must be as long as the sum of lengths, and no length may be 0")
-            spans = [*zip(lengths.cumsum() - lengths, lengths.cumsum(), strict=True)][: args.expert_episodes]
-            found = [[x[first:end] for x in arrays] for first, end in spans]
+            spans = [*zip(lengths.cumsum() - lengths, lengths.cumsum(), strict=True)][:limit]
+            found = [{what: x[first:end] for what, x in arrays.items()} for first, end in spans]
     except (BadZipFile, ImportError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
         raise UsageError(f"cannot read {name}: {error}") from None
     if not found:
         raise UsageError(f"{name} has no episodes")
-    obs_space, action_space, episodes = env.env.observation_space, env.env.action_space, []
-    for number, (obs, action, reward, *masks) in enumerate(found):
-        where, obs = f"episode {number} of {name}", np.asarray(obs)
-        for what, x, space in (("obs", obs, obs_space), ("action", action, action_space)):
+    for number, episode in enumerate(found):
+        where = f"episode {number} of {name}"
+        for what, space in kinds.items():
+            x = np.asarray(episode[what])
             if x.shape[1:] != space.shape or not np.can_cast(x.dtype, space.dtype, "same_kind"):
                 have = f"{what} of shape {x.shape[1:]} and type {x.dtype}"
                 raise UsageError(f"{where} has {have}, but {args.env_id} has {space}")
-            if not np.isfinite(x).all() or not np.isfinite(reward).all():
+            if not np.isfinite(x).all():
                 raise UsageError(f"{where} has numbers that are not finite")
             if not isinstance(space, Box) and not all(map(space.contains, x)):
                 raise UsageError(f"{where} has {what} outside {space}, the space of {args.env_id}")
-        infos = [{"action_mask": mask} for mask in masks[0]] if masks else [{}] * len(action)
-        obs = obs[: len(action)]  # Minari adds the final observation
-        obs = np.stack([env.observe(*pair) for pair in zip(obs, infos, strict=True)])
-        if masks:
+            try:
+                episode[what] = [spaces.unflatten(obs_space, y) for y in x] if nested and "obs" in what else x
+            except (IndexError, ValueError):
+                raise UsageError(
+                    f"{where} has {what} that spaces.flatten did not make of {obs_space}"
+                ) from None
+        masks, action = episode.pop("action_mask", None), episode["action"]
+        infos = [{}] * len(action) if masks is None else [{"action_mask": mask} for mask in masks]
+        obs = np.stack([env.observe(*pair) for pair in zip(episode["obs"], infos, strict=True)])
+        if masks is not None:
             chosen = np.stack([spaces.flatten(action_space, x) for x in action])
             if (chosen > obs[:, -env.choices :]).any():
                 raise UsageError(f"{where} has an action that its action_mask forbids")
-        episodes.append(dict(obs=obs, action=to_standard(action, action_space), reward=np.asarray(reward)))
-    return episodes
+        episode |= dict(obs=obs, action=to_standard(action, action_space))
+        if transitions:
+            episode["terminated"] = episode["terminated"] > 0
+            if episode["terminated"][:-1].any():
+                raise UsageError(f"{where} goes on after it has terminated")
+            episode["next_obs"] = np.stack([env.observe(x, {}, over=True) for x in episode["next_obs"]])
+    return found
 
 
 def to_standard(action, space):

@@ -585,8 +585,8 @@ class FrameBuffer:
 
 # From our own experiments; Atari follows the paper.
 TUNED = {
-    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, quantiles=True, noise_std=0.02, train_every=4,
-                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
+    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
+                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=6.3e-4, quantiles=True, num_atoms=25,
                        batch_size=128, buffer_size=50_000, train_every=4, updates_per_train=2,
                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),

@@ -35,7 +35,7 @@ def of(variants: str, env: str, algo: str = "") -> str:
     return " ".join(f"{algo}{'-' * bool(algo)}{name}__{env}.csv" for name in variants.split())
 
 
-ONE_ALGORITHM = "reinforce vpg a2c ppo ppo_lstm grpo trpo pqn rainbow tqc crossq es pearl".split()
+ONE_ALGORITHM = "reinforce vpg a2c ppo ppo_lstm grpo trpo pqn rainbow tqc crossq simba es pearl".split()
 BREAKOUT, PONG = "benchmark.minatar_envs-MinAtar-Breakout-v1", "ALE-Pong-v5"
 FIGURES = {name: Figure(f"{name}__*.csv") for name in ONE_ALGORITHM} | {
     "ppo_rnd": Figure("ppo_rnd__*.csv ppo-no_novelty__benchmark.hidden_envs-SparseGrid-v0.csv"),

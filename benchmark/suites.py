@@ -61,6 +61,11 @@ DOORS = (
     "--memory-span", "128", "--shared-trunk", "--eval-every", "10000",
 )  # fmt: skip
 
+ATOMS = (
+    "--no-quantiles", "--num-atoms", "51", "--v-max", "0", "--learning-rate", "3e-3", "--batch-size", "64",
+    "--updates-per-train", "1",
+)  # fmt: skip
+
 HALF_LEARNED = ("--eval-every", "10000")
 ONE_STEP = ("--n-step", "1")
 VARIANTS = {
@@ -151,6 +156,11 @@ SUITES = {
         Cell("crossq", "LunarLanderContinuous-v3", 200_000, seeds=10, bar=250),
         Cell("crossq", "HalfCheetah-v5", 100_000, 5, None, (*SMALL, "--critic-sizes", "256", "256")),
     ],
+    # TUNED has what one core carries; SAC's cells above have the same steps on their way.
+    "simba": [
+        Cell("simba", "HalfCheetah-v5", 100_000, seeds=5, bar=6_000),
+        Cell("simba", "Hopper-v5", 100_000, seeds=5, bar=1_500),
+    ],
     # Returns after two episodes in each held-out task. The optima are -5.19 and 13.36.
     "pearl": [
         Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
@@ -221,6 +231,8 @@ SUITES = {
     "rainbow": [
         Cell("rainbow", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("rainbow", "Acrobot-v1", 100_000, seeds=5, bar=-77),
+        # its rows are of TUNED at their commit, which had these settings
+        Cell("rainbow", "Acrobot-v1", 100_000, 5, None, ATOMS, "atoms"),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
@@ -353,6 +365,8 @@ PUBLISHED = {
     ("tqc", "HalfCheetah-v5"): "12089.9 at 1M on -v3 (RL Baselines3 Zoo, one run); none known at 100k",
     ("crossq", "Pendulum-v1"): "-145.7 at 300k (SLM-Lab, training return)",
     ("crossq", "LunarLanderContinuous-v3"): "268.9 at 300k (SLM-Lab, training return)",
+    ("simba", "HalfCheetah-v5"): "7328 at 100k on -v4 (SimbaV2, authors' data)",
+    ("simba", "Hopper-v5"): "2821 at 100k on -v4 (SimbaV2, authors' data)",
     ("ddpg_td3-td3", "Pendulum-v1"): "-151.9 at 20k (RL Baselines3 Zoo, one run)",
     ("ddpg_td3-ddpg", "Pendulum-v1"): "-152.1 at 20k (RL Baselines3 Zoo, one run)",
     ("ddpg_td3", "LunarLanderContinuous-v3"): "207.5 at 300k on -v2 (TD3; RL Baselines3 Zoo, one run)",

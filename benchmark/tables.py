@@ -163,6 +163,25 @@ def races() -> str:
     return "\n".join(lines)
 
 
+def leaderboard() -> str:
+    """Our scripts that race to the same bar, the fastest first, with the commit that was timed."""
+    rows = [row for row in rows_of(RESULTS / "time_to_bar.csv") if row["library"] == OURS]
+    entries = []
+    for cell in RACES:
+        if not (of_cell := [row for row in rows if row["cell"] == cell]):
+            continue
+        (algo, env_id), solved = cell.split(), [row for row in of_cell if row["solved"] == "True"]
+        seconds = [float(row["seconds"]) for row in solved]
+        steps = [int(row["env_steps"]) for row in solved]
+        shown = [spread(seconds, 1), spread(steps, 0)] if solved else ["–", "–"]
+        commits = " ".join(dict.fromkeys(f"`{row['git_commit'][:7]}`" for row in of_cell))
+        place = -len(solved) / len(of_cell), statistics.median(seconds or [math.inf])
+        shown = [f"{algo}.py", f"{len(solved)} of {len(of_cell)}", *shown, processor(of_cell), commits]
+        entries.append((env_id.rpartition(":")[2], float(of_cell[0]["bar"]), place, " | ".join(shown)))
+    lines = ["| environment, bar | script | seeds | seconds | steps | processor | commit |", "|---" * 7 + "|"]
+    return "\n".join(lines + [f"| {env}, {bar:g} | {entry} |" for env, bar, _, entry in sorted(entries)])
+
+
 def name_of(script: Path) -> str:
     """From a docstring that begins `Name of the Algorithm (Authors year, arXiv 1234.56789): ...`."""
     docstring = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
@@ -191,6 +210,8 @@ def content(page: Path, name: str) -> str:
         return results_table(page.stem)
     if name == "time_to_bar":
         return races()
+    if name == "leaderboard":
+        return leaderboard()
     if name.startswith("speed:"):
         return speeds(name.removeprefix("speed:"))
     printed = (RESULTS / f"{name.removeprefix('output:')}.txt").read_text(encoding="utf-8")
@@ -200,7 +221,9 @@ def content(page: Path, name: str) -> str:
 def filled(page: Path) -> str:
     """The text of the page with what the data say."""
     block = lambda x: f"<!-- {x[1]}:start -->\n{content(page, x[1])}\n<!-- {x[1]}:end -->"
-    marks = r"<!-- (table|results|time_to_bar|speed:[\w-]+|output:\w+):start -->.*?<!-- \1:end -->"
+    marks = (
+        r"<!-- (table|results|time_to_bar|leaderboard|speed:[\w-]+|output:\w+):start -->.*?<!-- \1:end -->"
+    )
     return re.sub(marks, block, page.read_text(encoding="utf-8"), flags=re.S)
 
 

@@ -85,7 +85,10 @@ RACES = {
     # the defaults of RecurrentPPO with 8 environments, for Zoo has no settings for tasks of memory
     f"ppo_lstm {HIDDEN}Recall-v0": Race(0.95, 5_000, RECURRENT),
     f"ppo_lstm {HIDDEN}LongRecall-v0": Race(0.95, 5_000, RECURRENT),
-    # newer algorithms beside their parents
+    # without another side: relatives beside each other
+    "reinforce CartPole-v1": Race(475, 5_000), "vpg CartPole-v1": Race(475, 5_000),
+    "trpo CartPole-v1": Race(475, 5_000), "grpo CartPole-v1": Race(475, 5_000),
+    "es CartPole-v1": Race(475, 5_000), "rainbow CartPole-v1": Race(475, 5_000),
     "pqn CartPole-v1": Race(475, 5_000), "pqn Acrobot-v1": Race(-100, 10_000),
     "pqn LunarLander-v3": Race(200, 50_000),
     "tqc Pendulum-v1": Race(-180, 1_000), "crossq Pendulum-v1": Race(-180, 1_000),

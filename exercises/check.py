@@ -59,6 +59,7 @@ def logistic(Args):
 # one of a list, normal numbers of a shape, or what a function of the script's Args returns. All others are
 # normal numbers of shape (4,), or of (3, 2) where an argument done says that these are rollouts.
 NUMBERS = "gamma gae_lambda lambda_ clip_coef clip alpha sigma std proportion damping epsilon max_kl inner_lr"
+NUMBERS += " beta expectile"
 ARGUMENTS = dict.fromkeys(NUMBERS.split(), lambda _: round(random.uniform(0.1, 0.9), 2)) | {
     "iterations": [1, 2, 9], "tolerance": [1e-9, 1.0], "max_backtracks": [2, 6], "tasks": [2],
     "dropped": [0, 1, 2], "episodes": [3], "epsilon_after.episodes": [0, 3, 99],
@@ -69,6 +70,7 @@ ARGUMENTS = dict.fromkeys(NUMBERS.split(), lambda _: round(random.uniform(0.1, 0
     "mean": (4, 3), "log_std": (4, 3), "noise": (4, 3), "action": (4, 3), "near_action": (4, 3), "b": (4,),
     "q_values": (2, 4), "next_q_values": (2, 4), "target_q_values": (4, 3), "log_alpha": (), "entropy": (),
     "quantiles": (2, 5, 4), "soft_quantiles.quantiles": (8, 4), "quantile_huber_loss.y": (3, 4),
+    "quantile_loss.quantiles": (4, 5), "quantile_loss.target": (4, 3),
     "product_of_gaussians.mean": (2, 3, 2), "theta": (3, 2), "perturb.noise": (4, 3, 2),
     "next_probs": lambda _: R(4, 6).softmax(1), "atoms": lambda _: torch.linspace(-2, 2, 6),
     "log_probs": (4, 6), "kl_loss.target": lambda _: R(4, 6).softmax(1),
@@ -89,6 +91,10 @@ ARGUMENTS = dict.fromkeys(NUMBERS.split(), lambda _: round(random.uniform(0.1, 0
         (np.random.rand(4, 3) < 0.7) | (np.arange(3) == a[:, None]), np.random.randn(4, 3), -np.inf)),
     "es_gradient()": lambda _: dict(
         mirrored=(m := one_of(False, True)), weights=R(4), noise=R(2 if m else 4, 3, 2)),
+    "residual_block()": lambda _: dict(
+        x=leaf(2, 4, 3), norm=nn.LayerNorm(3), up=nn.Linear(3, 12), dropout=nn.Dropout(0.0),
+        down=nn.Linear(12, 3)),
+    "expectile_loss.error": (4,), "imitation_weight.advantage": lambda _: one_of(1, 20) * R(4),
     "group_advantage.return_": (6,), "group_size": [2, 3], "dr": [False, True],
     "whole_sequences()": lambda _: dict(done=flags(6, 3), chosen=torch.randperm(3)[:2]),
     "hessian_product()": lambda _: dict(
@@ -249,6 +255,10 @@ def train(path: Path, name: str, reference, seconds: float) -> int:
     if hasattr(reference.Args, "expert"):
         run(seconds / 2, ALGOS / "ppo.py", *task, "--run-dir", f"{folder}-expert")
         task += ["--expert", f"{folder}-expert"]
+    elif hasattr(reference.Args, "dataset"):  # what a beginner played
+        run(seconds / 2, ALGOS / "sac.py", *task, "--run-dir", f"{folder}-data")
+        run(seconds, ROOT / "benchmark/record.py", f"{folder}-data", "--replay", "--out", f"{folder}.npz")
+        task += ["--dataset", f"{folder}.npz"]
     code = run(seconds - (time.monotonic() - start), path, *task, "--run-dir", folder)
     if code or not Path(folder, "checkpoint.pt").exists():
         print(f"check.py: the training ended with exit code {code} and saved nothing", file=sys.stderr)

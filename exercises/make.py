@@ -54,6 +54,8 @@ epsilon_at: The line reaches epsilon_end after exploration_fraction of total_tim
 project: Move every atom to reward + discount * atom and clip. Where does it lie, counted in atoms: 7.25?
 project: The atoms 7 and 8 then share its probability. scatter_add sums where several fall on one atom.
 kl_loss: Atoms of probability 0 add 0, but 0 * log 0 is not a number: torch.xlogy knows that.
+quantile_loss: target[:, None] - quantiles[:, :, None] has all pairs, (B, Z, K). Level i is (i + 1/2) / Z.
+quantile_loss: A quantile below the target is weighted with its level, one above it with 1 - level.
 q_lambda_returns: Start from the one-step return, and correct it by gamma lambda (R_{t+1} - next_value[t]).
 q_lambda_returns: Go backwards. Beyond the rollout no return is known; the last next_value replaces it.
 linear_epsilon: What share of exploration_fraction * total_timesteps is over? No more than 1.
@@ -67,6 +69,12 @@ explore: Without "gaussian", add it to what is left of the last noise. Which sha
 squashed_gaussian: u - mean is std * noise, so the exponent of the normal density is noise^2 / 2.
 squashed_gaussian: 1 - tanh(u)^2 is 4 / (e^u + e^-u)^2. Take its logarithm by hand, with F.softplus.
 soft_value: Take the minimum over the critics, then add the bonus for actions that were not likely.
+residual_block: Inside out: normalize, go up, drop, cut off what is negative, come down.
+residual_block: Then add x itself, as it came in.
+expectile_loss: A weight for each squared error: which sign has the error of an action better than V?
+imitation_weight: The exponential of beta times the advantage, and then clamp.
+gaussian_log_prob: Standardize: (action - mean) / std. Then the exponent is minus half of its square.
+gaussian_log_prob: Subtract the log of std and half the log of 2 pi for each dimension; sum over dimensions.
 alpha_loss: alpha should rise when the entropy is too low. Check the sign of the gradient.
 caps_loss: Euclidean distance over the action dimensions, then the mean over the batch.
 truncate: Put the quantiles of all critics into one pool and sort it, for each sample of the batch.

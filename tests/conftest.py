@@ -20,10 +20,14 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch: forks need it, and the numbers must not depend on it
 
 import gymnasium as gym
+import numpy as np
 import odd_envs
 import probe_envs
 import pytest
 import torch
+from gymnasium.spaces import Box, flatten
+
+subprocess.getoutput = cache(subprocess.getoutput)  # every training asks git for the same commit
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -39,10 +43,11 @@ TINY = dict(
     learning_starts=32, train_every=8, updates_per_step=0.25, hidden_sizes=(8,), normalize_obs=True,
     normalize_reward=True,
     population=4, log_every=32, episodes_per_update=2, num_critics=2, num_quantiles=5, critic_sizes=(8,),
+    actor_width=8, critic_width=8,
     initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8,
     dagger_episodes=4, validation_share=0.25, meta_batch_size=2, episodes_per_task=1, horizon=10,
     num_train_tasks=4, num_test_tasks=2, adaptation_episodes=1, steps_prior=8, steps_posterior=8,
-    extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,),
+    extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,), finetune_steps=160,
 )  # fmt: skip
 EXPERT = """
 def load_policy(path):
@@ -80,8 +85,8 @@ def has(module, name: str) -> bool:
 
 
 def plays(module) -> bool:
-    """Whether its steps are those of environments; those of a supervised script are of the gradient."""
-    return not has(module, "expert")
+    """Whether its steps are those of environments; those of a script that has data are of the gradient."""
+    return not has(module, "dataset")
 
 
 def scripts_with(*names: str) -> list[str]:
@@ -128,6 +133,39 @@ def make_expert(args, folder="expert", source=EXPERT) -> str:
     return str(folder)
 
 
+def make_dataset(args, file="dataset.npz") -> str:
+    """Writes three episodes in the spaces of the environment of args, which is not stepped."""
+    try:
+        env, rng = gym.make(args.env_id, **args.env_kwargs), np.random.default_rng(0)
+    except gym.error.Error:  # the script will say it
+        return file
+    obs_space, action_space, lengths = env.observation_space, env.action_space, np.array([20, 7, 15])
+    env.close()
+    obs_space.seed(0), action_space.seed(0)
+
+    def draw(space):
+        if isinstance(space, Box) and space.dtype.kind == "f":
+            return rng.normal(size=space.shape).clip(space.low, space.high).astype(space.dtype)
+        return space.sample() if space.shape is not None else flatten(space, space.sample())
+
+    steps = range(lengths.sum())
+    arrays = dict(obs=[draw(obs_space) for _ in steps], next_obs=[draw(obs_space) for _ in steps])
+    arrays |= dict(action=[draw(action_space) for _ in steps], reward=rng.normal(size=len(steps)))
+    terminated = np.isin(steps, lengths.cumsum()[:2] - 1)  # the last episode is truncated
+    np.savez(file, **arrays, terminated=terminated, lengths=lengths)
+    return str(Path(file).absolute())
+
+
+def with_data(args):
+    """args with an expert or a data set, if the script needs one and args names none."""
+    if hasattr(args, "dataset") and not (args.dataset or getattr(args, "expert", "")):
+        if hasattr(args, "expert"):
+            args.expert = make_expert(args)
+        else:
+            args.dataset = make_dataset(args)
+    return args
+
+
 def accepts(environment: type, name: str) -> bool:
     """Whether an environment has an argument of this name."""
     for base in environment.__mro__:
@@ -151,9 +189,7 @@ def tiny(module, run_dir="run", **changes):
     grid = {"discrete_obs": True} if module.__name__ == "q_learning" else {}
     values = probe(module, "Walk", **grid) | dict(run_dir=str(run_dir)) | TINY | changes
     args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
-    if has(module, "expert") and not (args.expert or args.dataset):
-        args.expert = make_expert(args)
-    return args
+    return with_data(args)
 
 
 def short(module, env: str = "Walk", run_dir="run", env_kwargs: dict | None = None, **changes):

@@ -19,6 +19,7 @@ from conftest import ALGOS, ROOT, equal, fork, has, load_script, parts, progress
 if torch.cuda.is_available():
     pytest.skip("there is a real GPU", allow_module_level=True)
 
+pytestmark = pytest.mark.long
 SHORT = dict(
     total_timesteps=128, num_envs=2, num_steps=16, eval_every=32, eval_max_steps=5, checkpoint_every=16,
     log_every=32, learning_rate=0.01, anneal_lr=True, update_epochs=2, value_epochs=2, num_minibatches=2,
@@ -54,6 +55,7 @@ CASES = {
     "es": ("es", dict(population=4), 1000),  # the moments of the observations come from the host
     "ddpg_td3": ("ddpg_td3", {}, 0),
     "sac": ("sac", {}, 0),
+    "iql": ("iql", {}, 0),
     "maml": ("maml", dict(cg_iterations=3, max_backtracks=2), 64),
     "maml, ppo": ("maml", dict(outer="ppo", inner_steps=2), 8),
     "pearl": ("pearl", dict(pre_tanh_reg=0.1), 8),
@@ -61,9 +63,13 @@ CASES = {
     "bc, mse": ("bc", dict(env_kwargs={"actions": "box"}, loss="mse"), 32),
     "tqc": ("tqc", dict(n_step=3), 0),
     "crossq": ("crossq", dict(renorm_warmup=6), 0),
+    "simba": ("simba", {}, 0),
+    "simba, redq": ("simba", dict(num_critics=4, critic_dropout=0.1), 0),
+    "simba, image": ("simba", IMAGE | dict(env_kwargs={"obs": "small", "action": "box"}), 0),
 }
 # Cases that run without a graph, too
 EAGER = {"ppo", "pqn", "ppo_rnd", "a2c", "dqn, all", "rainbow", "ddpg_td3", "sac", "tqc", "crossq", "pearl"}
+EAGER |= {"simba, redq", "iql"}
 SOLVERS = r"\b(conjugate_gradient|line_search):\d"  # look at a number before they go on
 PAUSES = {"__init__", "evaluate", "checkpoint", "log"}  # may wait as long as they like
 

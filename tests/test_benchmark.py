@@ -60,6 +60,7 @@ def project(tmp_path_factory):
     return folder, command, call(*command)
 
 
+@pytest.mark.long
 def test_any_script_is_trained_and_tabled(project):
     folder, _, text = project
     assert "my CartPole-v1 2,048 | 2" in text
@@ -86,6 +87,7 @@ def test_what_is_done_is_skipped_and_a_lost_table_comes_back(project):
     assert table.read_text() == before and checkpoint.stat().st_mtime == made
 
 
+@pytest.mark.long
 def test_a_run_that_was_cut_short_goes_on(project, tmp_path):
     folder, _, _ = project
     run = tool("run")
@@ -140,6 +142,7 @@ def test_every_cell_of_the_suites_makes_valid_arguments():
             script.set_up(script.parse_args(words))
 
 
+@pytest.mark.long
 def test_pictures_of_runs_and_of_results_are_written(project, tmp_path):
     folder, _, _ = project
     runs = sorted((folder / "runs/my__CartPole-v1__2048").glob("[12]"))
@@ -205,6 +208,29 @@ def test_a_bar_is_reached_by_the_middle_of_the_seeds_and_by_four_of_five():
     assert not passes([400, 400, 400, 400, 9000], 475)  # a lucky one
 
 
+def test_the_leaderboard_has_the_fastest_first_and_those_that_missed_the_bar_last(tmp_path, monkeypatch):
+    tables = tool("tables")
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    row = "{} CartPole-v1,{},1,475,{},{},{},9,2.13,1.4,,Intel Xeon,2,{}"
+    rows = [
+        row.format("dqn", "plainrl", 8.5, 20000, True, "abcdefgh"),
+        row.format("a2c", "plainrl", "", "", False, 1),
+    ]
+    rows += [
+        row.format("ppo", "plainrl", 2.5, 15360, True, 2),
+        row.format("ppo", "stable-baselines3", 1, 1, True, 3),
+    ]
+    head = "cell,library,seed,bar,seconds,env_steps,solved,trained_seconds,torch,gymnasium,library_version"
+    (tmp_path / "time_to_bar.csv").write_text("\n".join([f"{head},cpu,cores,git_commit", *rows]))
+    entries = tables.leaderboard().splitlines()[2:]
+    assert [entry.split(" | ")[1] for entry in entries] == ["ppo.py", "dqn.py", "a2c.py"]
+    steps = "20,000 (20,000 to 20,000)"
+    assert entries[1] == (
+        f"| CartPole-v1, 475 | dqn.py | 1 of 1 | 8.5 (8.5 to 8.5) | {steps} | Intel Xeon | `abcdefg` |"
+    )
+    assert " 0 of 1 | – | – | " in entries[2]
+
+
 def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
     race = tool("time_to_bar")
 
@@ -230,6 +256,7 @@ def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
         measured(10, end="raise ValueError")
 
 
+@pytest.mark.long
 def test_time_to_the_bar_is_measured_and_drawn(tmp_path):
     race = tool("time_to_bar")
     for cell in race.RACES:

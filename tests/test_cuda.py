@@ -12,8 +12,8 @@ from conftest import checkpoint, flags, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-GRAPHS = ["ppo", "pqn", "ppo_rnd", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq", "pearl"]
-DRAW = ["ppo_rnd", "ddpg_td3", "sac", "tqc", "crossq", "pearl"]  # their updates draw random numbers
+GRAPHS = ["ppo", "pqn", "ppo_rnd", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq", "simba", "pearl"]
+DRAW = ["ppo_rnd", "ddpg_td3", "sac", "tqc", "crossq", "simba", "pearl"]  # their updates draw random numbers
 ALL = [(name, graph) for name in GRAPHS for graph in (False, True)]
 ALL += [(name, False) for name in ("vpg", "trpo", "reinforce", "maml")]
 TEN_UPDATES = dict(

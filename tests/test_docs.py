@@ -131,6 +131,7 @@ def test_python_of_a_page_runs_after_a_training(name, env_id, run_dir, monkeypat
         assert names["sample_task"](None, np.random.default_rng(1)).shape == (3,)
 
 
+@pytest.mark.long
 def test_tutorials_run_as_they_stand(empty_folder):
     """Every block in its order, each training a little longer than the one before."""
     for folder in ("algos", "benchmark"):

@@ -14,6 +14,7 @@ sys.path.insert(0, str(ROOT / "exercises"))
 import check
 import make
 
+pytestmark = pytest.mark.long
 SOURCES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(make.ALGOS.glob("*.py"))}
 TOOLS = {"exercises/make.py": make.main, "exercises/check.py": check.main}
 

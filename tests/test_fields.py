@@ -34,7 +34,7 @@ VALUES = dict(
     num_minibatches=1, num_envs=1, noise_type="ou", policy_delay=5, target_noise=0.5, twin_critics=False,
     group_size=2, reference_every=100,
     clip_coef=1e-3, cg_tolerance=1e9, epsilon_decay=0.5, outer_lr=0.1, epsilon_start=0.0, epsilon_end=0.9,
-    epsilon_min=0.9,
+    epsilon_min=0.9, value_lr=0.1,
 )  # fmt: skip
 NUMBERS = dict(env_kwargs={"actions": "discrete"})
 BOX, FIXED_ALPHA, BONUS = dict(env_kwargs={"actions": "box"}), dict(auto_alpha=False), dict(entropy_coef=0.5)
@@ -45,6 +45,7 @@ CONTEXT = dict(  # what a field needs, to matter
     clip_coef=dict(outer="ppo", learning_rate=0.1), outer_lr=dict(outer="ppo"),
     outer_epochs=dict(outer="ppo"), group_size=dict(episodes_per_update=8),
     backtrack_ratio=dict(max_kl=3.0), double=dict(learning_rate=0.1), independent_noise=dict(noisy=True),
+    noise_std=dict(noisy=True),
     epsilon_min=dict(epsilon_decay=0.1), num_envs=dict(num_minibatches=1), grid_size=NUMBERS,
     obs_low=NUMBERS, obs_high=NUMBERS, clip_positive_returns=dict(reward_scale=10.0),
     epsilon_start=dict(exploration_fraction=1.0), sample_actions=dict(epsilon_end=0.9),

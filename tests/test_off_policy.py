@@ -1,4 +1,5 @@
-"""What ddpg_td3.py, sac.py and its children do alike, and the first two alone: targets, actors, rhythm."""
+"""What ddpg_td3.py, sac.py and its children do alike where they play, and the first two alone: targets,
+actors, rhythm."""
 
 import math
 from functools import partial
@@ -13,7 +14,7 @@ from gymnasium.spaces import Box
 from probe_envs import Boundary, boundary_length, boundary_reward, boundary_terminates
 
 td3, sac, tqc, crossq = map(load_script, ("ddpg_td3", "sac", "tqc", "crossq"))
-FAMILY = [load_script(name) for name in scripts_with("ReplayBuffer")]
+FAMILY = [x for x in map(load_script, scripts_with("ReplayBuffer")) if has(x, "learning_starts")]  # they play
 NAME = lambda script: script.__name__
 FOUR, TWO = sac.Layout((4,)), Box(-1, 1, (2,))
 # 48 steps of two environments, of which the first 16 are random
@@ -94,7 +95,9 @@ def test_a_buffer_that_no_machine_can_hold_is_refused(both, capsys):
 
 
 # --------------------------------------------------------------------------------------------------- critics
-@pytest.mark.parametrize("name, critics", [("ddpg", 1), ("td3", 2), ("sac", 2), ("tqc", 10), ("crossq", 2)])
+@pytest.mark.parametrize(
+    "name, critics", [("ddpg", 1), ("td3", 2), ("sac", 2), ("tqc", 10), ("crossq", 2), ("simba", 2)]
+)
 def test_critics_learn_the_endless_sum_where_episodes_are_only_truncated(name, critics, seen):
     own = dict(algorithm=name) if name in ("ddpg", "td3") else dict(auto_alpha=False, alpha=1e-8)
     own |= dict(learning_rate=0.003, anneal_lr=True) if name == "crossq" else dict(learning_rate=0.01)

@@ -61,6 +61,68 @@ def runs(module, folder, env_id="Pendulum-v1", **changes):
     return folder
 
 
+class Pool:
+    """As EnvPool's: made with a seed, with arrays of all environments. What is over is reset in the next
+    step, which ignores its action, unless it was reset by its number before."""
+
+    def __init__(self, env_id, env_type, num_envs, num_threads, seed, **kwargs):
+        assert env_type == "gymnasium" and 1 <= num_threads <= num_envs
+        self.envs, self.seed = [gym.make(env_id, **kwargs) for _ in range(num_envs)], seed
+        self.observation_space, self.action_space = self.envs[0].observation_space, self.envs[0].action_space
+        self.over = np.ones(num_envs, bool)
+
+    def reset(self, ids=None):
+        seeds = [self.seed + i for i in range(len(self.envs))] if ids is None else [None] * len(ids)
+        ids = range(len(self.envs)) if ids is None else ids
+        results = [self.envs[i].reset(seed=seed) for i, seed in zip(ids, seeds, strict=True)]
+        self.over[list(ids)] = False
+        return np.stack([obs for obs, _ in results]), {"env_id": np.array(ids)}
+
+    def step(self, actions):
+        results, late = [], self.over.copy()
+        for env, action, over in zip(self.envs, actions, late, strict=True):
+            results.append((env.reset()[0], 0.0, False, False) if over else env.step(action)[:4])
+        obs, reward, terminated, truncated = map(np.stack, zip(*results, strict=True))
+        self.over = terminated | truncated
+        return obs, reward, terminated, truncated, {"cost": reward + 1, "other": late}
+
+
+@pytest.mark.parametrize("actions", ["discrete", "box"])
+def test_envpool_gives_what_gymnasium_gives(cook, tmp_path, monkeypatch, actions):
+    """The same environments in a stand-in for EnvPool, which is not among what the tests install."""
+    module, fake = cook("ppo_envpool"), type(sys)("envpool")
+    fake.make, fake.list_all_envs = Pool, lambda: ["probe_envs:Walk-v0"]
+    monkeypatch.setitem(sys.modules, "envpool", fake)
+    walk = dict(env_kwargs={"actions": actions, "edge": 2.0, "length": 9}, total_timesteps=256)
+    walk |= dict(eval_every=64, checkpoint_every=48, normalize_obs=True)
+    for name, envpool in (("gym", False), ("pool", True)):
+        runs(module, tmp_path / name, "probe_envs:Walk-v0", envpool=envpool, info_keys=("cost",), **walk)
+    a, b = (checkpoint(tmp_path / name) for name in ("gym", "pool"))
+    assert equal(a["agent"], b["agent"]) and a["run"]["env_steps"] == b["run"]["env_steps"] == 256
+    rows = [
+        [{key: x for key, x in row.items() if "cost" not in key} for row in progress(tmp_path / name)]
+        for name in ("gym", "pool")
+    ]
+    assert rows[0] == rows[1] and any("train/episode_return" in row for row in rows[1])
+    costs = [row["info/cost"] for row in progress(tmp_path / "pool") if "info/cost" in row]
+    assert costs and 0 not in costs
+
+
+def test_envpool_refuses_what_it_lacks(cook, tmp_path, monkeypatch):
+    module = cook("ppo_envpool")
+    monkeypatch.setitem(sys.modules, "envpool", None)
+    with pytest.raises(module.UsageError, match="pip install envpool"):
+        runs(module, tmp_path / "none", "CartPole-v1", envpool=True)
+    fake = type(sys)("envpool")
+    fake.make, fake.list_all_envs = Pool, lambda: ["CartPole-v1"]
+    monkeypatch.setitem(sys.modules, "envpool", fake)
+    with pytest.raises(module.UsageError, match="EnvPool has no Acrobot-v1"):
+        runs(module, tmp_path / "none", "Acrobot-v1", envpool=True)
+    with pytest.raises(module.UsageError, match="cannot make CartPole-v1: .*nonsense"):
+        runs(module, tmp_path / "none", "CartPole-v1", envpool=True, env_kwargs={"nonsense": 1})
+    assert not (tmp_path / "none").exists()
+
+
 class Asked(gym.Env):
     """Actions of many parts: a choice and a number that the observation asks for, and a switch. Pays 1 a step
     less the distance of the number. masked: the mask leaves the choice alone, and all others raise."""
@@ -402,7 +464,7 @@ def test_weights_decay_as_asked_also_in_a_resumed_run(fresh, tmp_path):
 def test_independent_noise_is_gaussian_and_apart_for_each_weight(fresh, tmp_path):
     dqn = fresh("dqn")
     torch.manual_seed(0)
-    layer, x = dqn.NoisyLinear(9, 6, True), torch.cat([torch.zeros(1, 9), torch.eye(9)])
+    layer, x = dqn.NoisyLinear(9, 6, True, 0.5), torch.cat([torch.zeros(1, 9), torch.eye(9)])
     assert 0.9 * 3**-0.5 < layer.weight.abs().max() <= 3**-0.5 and layer.bias.abs().max() <= 3**-0.5
     sigma = torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item()
     assert sigma == pytest.approx(0.017)
@@ -594,3 +656,74 @@ def test_hindsight_refuses_what_has_no_goals(cook, tmp_path, env_id, changes):
     sac = cook("sac_her")
     with pytest.raises(sac.UsageError, match="hindsight needs"):
         runs(sac, tmp_path / "run", env_id, **changes)
+
+
+# ------------------------------------------------------------------------------------------------- TD3+BC
+def half_right(**changes) -> None:
+    """A data set of single steps of Walk with random actions. It pays to have the sign of the position."""
+    rng = np.random.default_rng(1)
+    obs, action = rng.uniform(-1, 1, (400, 2)).astype(np.float32), rng.uniform(-1, 1, (400, 1))
+    arrays = dict(obs=obs, next_obs=2 * obs + 1, action=action, lengths=np.ones(400, int))
+    arrays |= dict(reward=-np.abs(action[:, 0] - np.sign(obs[:, 0])), terminated=np.ones(400, bool)) | changes
+    np.savez("data.npz", **{name: x for name, x in arrays.items() if x is not None})
+
+
+def offline(module, folder, **changes):
+    walk = dict(env_kwargs={"actions": "box"}, dataset="data.npz", num_envs=1, learning_starts=10**6)
+    walk["buffer_size"] = 1000
+    return runs(
+        module, folder, "probe_envs:Walk-v0", **walk | dict(hidden_sizes=(32,), batch_size=64) | changes
+    )
+
+
+def test_td3_bc_weighs_values_against_imitation(cook):
+    module = cook("ddpg_td3_bc")
+    q_value, action = torch.tensor([[1.0, -3.0]], requires_grad=True), torch.tensor([[0.5], [0.0]])
+    loss = module.imitating_actor_loss(q_value, action, torch.tensor([[1.0], [0.0]]), 2.5)
+    assert float(loss.detach()) == pytest.approx(0.25 / 2 - 2.5 / 2 * (1 - 3) / 2)
+    loss.backward()
+    assert q_value.grad.tolist() == [pytest.approx([-0.625, -0.625])], "the mean of |Q| is a constant"
+
+
+def test_td3_bc_learns_what_pays_from_data_alone(cook, tmp_path):
+    """With the values weighed by 0 it imitates, and random actions mean nothing."""
+    module, right = cook("ddpg_td3_bc"), {}
+    half_right()
+    for alpha in (0.0, 10.0):
+        run = offline(module, tmp_path / str(alpha), bc_alpha=alpha, total_timesteps=500, learning_rate=3e-3)
+        policy, obs = module.load_policy(run), np.load("data.npz")["obs"]
+        right[alpha] = np.mean([policy(x)[0] * np.sign(x[0]) for x in obs])
+    assert right[10.0] > 0.4 > 0.15 > abs(right[0.0])
+    assert probe_envs.Walk.count["rollout"] == 0
+
+
+def test_td3_bc_knows_the_data_as_networks_see_them_and_resumes(cook, tmp_path, monkeypatch):
+    module, batches = cook("ddpg_td3_bc"), []
+    half_right()
+    loss = module.critic_loss
+    monkeypatch.setattr(module, "critic_loss", lambda q, y: batches.append(y.clone()) or loss(q, y))
+    run = offline(module, tmp_path / "run", normalize_obs=True, total_timesteps=64)
+    state, file = checkpoint(run), np.load("data.npz")
+    assert np.allclose(state["agent"]["obs_norm.mean"], file["obs"].mean(0))
+    for name in ("obs", "action", "reward", "next_obs", "terminated"):
+        assert np.allclose(state["buffer"][name], file[name])
+    assert len(batches) == 64 and {x for y in batches for x in y.tolist()} <= set(
+        file["reward"].astype(np.float32)
+    )
+    module.train(module.parse_args(["--resume", str(run), "--total-timesteps", "96"]))
+    assert len(batches) == 96 and checkpoint(run)["run"]["env_steps"] == 96
+
+
+@pytest.mark.parametrize("changes, words", [
+    (dict(obs=np.zeros((400, 3))), "cannot learn from data.npz"), (dict(terminated=None), "terminated"),
+    (dict(reward=np.full(400, np.nan)), "not finite"), (dict(buffer_size=100), "--buffer-size"),
+    (dict(num_envs=2), "--num-envs"), (dict(n_step=3), "--n-step"), (dict(dataset="no.npz"), "no.npz"),
+])  # fmt: skip
+def test_td3_bc_refuses_what_does_not_fit(cook, tmp_path, changes, words):
+    options = {
+        name: changes.pop(name) for name in {"buffer_size", "num_envs", "n_step", "dataset"} & {*changes}
+    }
+    module = cook("ddpg_td3_bc")
+    half_right(**changes)
+    with pytest.raises(module.UsageError, match=words):
+        offline(module, tmp_path / "run", **options)

@@ -1,0 +1,1488 @@
+"""SimBa (Lee et al. 2025, arXiv 2410.09754): SAC whose networks are biased towards simple functions, so that
+they may be large. Normalized inputs and residual blocks leave a linear path from input to output.
+
+    input    s = (obs - m) / d, with the mean m and the deviation d of all observations so far (RSNorm)
+    network  x_0 = W s in the actor, W [s, a] in each critic; the output is W LayerNorm(x_N)
+    block    x_{n+1} = x_n + W2 relu(W1 LayerNorm(x_n)),   W1 to four times the width of x, W2 back
+    AdamW    w <- w - lr decay w, apart from the step of Adam (Loshchilov and Hutter 2019, arXiv 1711.05101)
+
+Targets, losses and temperature are those of sac.py. Optional: REDQ (--num-critics, Chen et al. 2021, arXiv
+2101.05982) and DroQ (--critic-dropout, Hiraoka et al. 2022, arXiv 2110.02034).
+
+Differences from the paper:
+ 1. A time limit is not a termination: y bootstraps from the value of the true final observation.
+ 2. Always twin critics (the authors have one where episodes never terminate), updated before the actor.
+ 3. The log std is clipped, not squashed by tanh. The actor's output starts with gain 0.01 instead of 1.
+ 4. Normalized observations are clipped to +-10. Images are not normalized: they go through a Nature CNN.
+
+    python algos/simba.py --env-id Pendulum-v1
+"""
+# /// script
+# requires-python = ">=3.10"
+# dependencies = [
+#     "torch>=2.11", "gymnasium[classic-control,box2d,mujoco]>=1.4", "ale-py>=0.12", "numpy",
+#     "opencv-python>=5", "psutil", "tensorboard", "tqdm", "tyro",
+# ]
+# ///
+
+import contextlib, copy, errno, importlib, inspect, json, linecache, math, os, platform, random, re, signal
+import subprocess, sys, time, traceback
+from dataclasses import asdict, dataclass, field, replace
+from itertools import pairwise
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Annotated, Literal, get_args, get_type_hints
+
+import cv2
+import gymnasium as gym
+import numpy as np
+import psutil
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium import spaces
+from gymnasium.spaces import Box, Discrete, MultiBinary, MultiDiscrete
+from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from torch.nn import functional as F
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
+
+Count = Annotated[int, (1, math.inf)]  # numbers and their ranges, checked before anything runs
+Seed = Annotated[int, (0, 2**30)]
+Rate = Annotated[float, (0, math.inf)]
+Share = Annotated[float, (0, 1)]
+Json = Annotated[dict, tyro.conf.arg(constructor=json.loads, metavar="JSON")]
+Graph = Annotated[bool, tyro.conf.arg(aliases=["--compile"])]
+
+
+@dataclass
+class Args:
+    # run
+    seed: Seed = 1  # seed of everything random
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # device of the networks; auto: CUDA if available
+    cuda_graph: Graph = False  # on CUDA: capture the update as a CUDA graph
+    run_dir: str = ""  # folder of this run; empty: runs/{env_id}/{algo}/{seed}-{date}
+    resume: str = ""  # run folder or checkpoint.pt to continue; with --run-dir, in a new folder
+    init_from: str = ""  # .pt file whose weights initialize a new run
+    evaluate: str = ""  # run folder (its checkpoint.pt) or .pt file to evaluate, without training
+    checkpoint_every: int = 50_000  # steps per environment between checkpoints, which cut episodes; 0: at end
+    eval_every: int = 10_000  # environment steps between evaluations; 0: only at the end
+    eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
+    eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
+    eval_seed: Seed = 10_000_000  # seed of all evaluations
+    sample_actions: bool = False  # evaluations sample actions instead of taking the greedy ones
+    log_every: int = 1_000  # environment steps between log entries
+    capture_video: bool = False  # record a video of the first episode of each evaluation
+    info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
+    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
+    # environment
+    env_id: str = "Pendulum-v1"  # Gymnasium id; also module:Env-v0
+    env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
+    num_envs: Count = 1  # environments stepped together
+    async_envs: bool = False  # one process per environment, for slow environments
+    stop_return: float = math.inf  # stop when the mean return of an evaluation reaches this
+    # algorithm
+    total_timesteps: Count = 1_000_000  # environment steps, rounded up to whole steps of all environments
+    learning_starts: int = 5_000  # environment steps of random actions before the first update
+    random_hold: Count = 1  # steps that each random action lasts, to explore by longer moves
+    buffer_size: Count = 1_000_000  # transitions kept for replay
+    batch_size: Count = 256  # transitions per update
+    updates_per_step: Rate = 2.0  # updates per environment step; may be a fraction or above 1
+    learning_rate: Rate = 1e-4  # step size of AdamW
+    actor_lr: Rate | None = None  # learning rate of the actor; None: learning_rate
+    critic_lr: Rate | None = None  # learning rate of the critics; None: learning_rate
+    alpha_lr: Rate | None = None  # learning rate of the temperature; None: learning_rate
+    anneal_lr: bool = False  # decay the learning rates linearly to 0
+    actor_weight_decay: Rate = 0.01  # each step subtracts learning rate x this x the actor's weights
+    critic_weight_decay: Rate = 0.01  # each step subtracts learning rate x this x the critics' weights
+    max_grad_norm: Rate = math.inf  # clip gradients of actor and critics to this global norm; inf: never
+    gamma: Share = 0.99  # discount factor
+    n_step: Count = 1  # rewards in a target before it bootstraps
+    tau: Share = 0.005  # share of the online weights in each update of the target networks
+    alpha: Annotated[float, (1e-8, math.inf)] = 0.01  # temperature: initial, or without auto_alpha fixed
+    auto_alpha: bool = True  # learn the temperature that makes the entropy target_entropy
+    target_entropy: float | None = None  # in nats; None: minus half the number of action dimensions
+    caps_temporal: Rate = 0.0  # weight of the distance between the actions in successive states
+    caps_spatial: Rate = 0.0  # weight of the distance between the actions in a state and in a nearby one
+    caps_epsilon: Rate = 0.05  # standard deviation of the noise that makes nearby states
+    clip_return: Rate = math.inf  # clip targets to +- this
+    clip_positive_returns: bool = False  # clip targets to at most 0, for tasks without positive rewards
+    actor_width: Count = 128  # width of the actor; its residual blocks are 4 times as wide inside
+    actor_blocks: Count = 1  # residual blocks of the actor
+    critic_width: Count = 512  # width of each critic; their residual blocks are 4 times as wide inside
+    critic_blocks: Count = 2  # residual blocks of each critic
+    num_critics: Count = 2  # above 2: targets take a random pair of them, the actor their mean (REDQ)
+    critic_dropout: Share = 0.0  # share of units inside the critics' blocks that updates drop (DroQ)
+    normalize_reward: bool = False  # divide rewards by the std of the running discounted return
+    reward_scale: float = 1.0  # factor on rewards, for learning only
+
+
+# -------------------------------------------------------------------------------------------- learning rule
+def squashed_gaussian(mean, log_std, noise):
+    """Actions a = tanh(u), u = mean + std noise, (B, A), and their log-densities (B,).
+
+    log pi(a | s) = log N(u; mean, std) - sum_A log(1 - tanh(u)^2) (Haarnoja et al. 2018, appendix C). The
+    log of the slope is in a form that stays exact where tanh(u) rounds to 1.
+    """
+    u = mean + log_std.exp() * noise
+    log_normal = -0.5 * noise.square() - log_std - 0.5 * math.log(2 * math.pi)
+    log_slope = 2 * (math.log(2) - u - F.softplus(-2 * u))
+    return u.tanh(), (log_normal - log_slope).sum(dim=-1)
+
+
+def soft_value(q_values, log_prob, alpha):
+    """min_i Q_i(s, a) - alpha log pi(a | s), (B,), from q_values (n, B); its mean over a is V(s)."""
+    return q_values.amin(dim=0) - alpha * log_prob
+
+
+def critic_loss(q_values, y):
+    """Mean squared error between q_values (n, B) and the target y (B,), summed over the critics."""
+    return (q_values - y).square().mean(dim=-1).sum()
+
+
+def alpha_loss(log_alpha, entropy, target_entropy):
+    """-alpha E[log pi(a | s) + H], with the policy's mean entropy in place of E[-log pi(a | s)]."""
+    return log_alpha.exp() * (entropy - target_entropy)
+
+
+def residual_block(x, norm, up, dropout, down):
+    """x + W2 relu(W1 norm(x)), (n, B, width): up multiplies by W1, down by W2; dropout before the ReLU."""
+    return x + down(F.relu(dropout(up(norm(x)))))
+
+
+def caps_loss(action, near_action):
+    """Mean distance between greedy actions (B, A) in states and in nearby states, for a smooth policy (CAPS,
+    Mysore et al. 2021, arXiv 2012.06644)."""
+    return (action - near_action).norm(dim=-1).mean()
+
+
+# ------------------------------------------------------------------------------------------------- training
+def train(args: Args) -> np.ndarray:
+    """Trains, or with args.evaluate only evaluates. Returns the episode returns of the last evaluation."""
+    device = set_up(args)
+    agent = Agent(*standard_spaces(args), args, device)
+    if args.evaluate:  # before the replay buffer takes memory
+        return Run(args, agent=agent).evaluate()
+    if args.learning_starts >= args.total_timesteps:
+        flag = f"--learning-starts {args.learning_starts}"
+        some = f"try {args.total_timesteps // 10}, or train longer"
+        raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
+    if args.caps_spatial and agent.obs_space.dtype == np.uint8:
+        raise UsageError("--caps-spatial adds noise to numbers, not to bytes: try only --caps-temporal")
+    actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
+    critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
+    alpha_lr = args.learning_rate if args.alpha_lr is None else args.alpha_lr
+    graph = args.cuda_graph and device.type == "cuda"
+    adam = lambda weights, lr, decay=0.0: Adam([(weights, lr)], device, graph=graph, weight_decay=decay)
+    actor_optimizer = adam(agent.actor.parameters(), actor_lr, args.actor_weight_decay)
+    critic_optimizer = adam(agent.critic.parameters(), critic_lr, args.critic_weight_decay)
+    alpha_optimizer = adam([agent.log_alpha], alpha_lr)
+    for optimizer in (actor_optimizer, critic_optimizer):
+        optimizer.param_groups[0]["decoupled_weight_decay"] = True  # AdamW
+    buffer = ReplayBuffer(args, agent.obs_space, agent.action_space, device)
+    reward_norm = ReplayedRewardNorm(args.gamma)
+    target_entropy = -agent.action_space.shape[0] / 2 if args.target_entropy is None else args.target_entropy
+    highest = 0.0 if args.clip_positive_returns else args.clip_return
+
+    def update_critic(batch):
+        """One gradient step of the critics on a batch of transitions (B, ...)."""
+        obs, next_obs = agent.obs_norm(batch["obs"]), agent.obs_norm(batch["next_obs"])
+        with torch.no_grad():
+            next_action, log_prob = agent.policy(next_obs)
+            next_q_values = agent.target_critic(next_obs, next_action)
+            if args.num_critics > 2:  # a random pair, the same for the whole batch
+                next_q_values = next_q_values[torch.rand(args.num_critics, device=device).topk(2).indices]
+            next_value = soft_value(next_q_values, log_prob, agent.log_alpha.exp())
+            y = batch["reward"] + batch["discount"] * next_value
+            y = y.clamp(-args.clip_return, highest)
+        q_values = agent.critic(obs, batch["action"])
+        loss = critic_loss(q_values, y)
+        grad_norm = gradient_step(loss, critic_optimizer, args.max_grad_norm)
+        return {
+            "loss/critic": loss.detach(), "grad/critic_norm": grad_norm,
+            "q/mean": q_values.detach().mean(), "q/target_mean": y.mean(),
+        }  # fmt: skip
+
+    def update_actor(batch):
+        """One gradient step of the actor and one of the temperature."""
+        obs = agent.obs_norm(batch["obs"])
+        action, log_prob = agent.policy(obs)
+        alpha = agent.log_alpha.detach().exp()
+        q_values = agent.critic(obs, action)
+        q_values = q_values.mean(dim=0, keepdim=True) if args.num_critics > 2 else q_values
+        loss = -soft_value(q_values, log_prob, alpha).mean()
+        greedy = lambda obs: agent.actor(obs)[0].tanh()
+        if args.caps_temporal:
+            next_action = greedy(agent.obs_norm(batch["next_obs"]))
+            loss = loss + args.caps_temporal * caps_loss(greedy(obs), next_action)
+        if args.caps_spatial:
+            near_action = greedy(obs + args.caps_epsilon * torch.randn_like(obs))
+            loss = loss + args.caps_spatial * caps_loss(greedy(obs), near_action)
+        grad_norm = gradient_step(loss, actor_optimizer, args.max_grad_norm)
+        entropy = -log_prob.detach().mean()
+        if args.auto_alpha:
+            gradient_step(alpha_loss(agent.log_alpha, entropy, target_entropy), alpha_optimizer, math.inf)
+        polyak_update(agent.critic, agent.target_critic, args.tau)
+        return {
+            "loss/actor": loss.detach(), "grad/actor_norm": grad_norm,
+            "policy/alpha": alpha, "policy/entropy": entropy,
+        }  # fmt: skip
+
+    learn_critic = CudaGraph(update_critic) if graph else update_critic
+    learn_actor = CudaGraph(update_actor) if graph else update_actor
+    parts = dict(agent=agent, buffer=buffer, reward_norm=reward_norm)
+    parts |= dict(actor_optimizer=actor_optimizer, critic_optimizer=critic_optimizer)
+    parts["alpha_optimizer"] = alpha_optimizer
+    with Run(args, **parts) as run:
+        if not args.auto_alpha:  # also if the resumed run had another temperature
+            nn.init.constant_(agent.log_alpha, math.log(args.alpha))
+        while run.pause():  # evaluates and saves when due; False at the end
+            if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
+                envs, obs, info = run.start_segment()
+                buffer.cut()
+                reward_norm.start_segment()
+                rewards, metrics = [], {}  # since the last log entry; of the last updates
+            if args.anneal_lr:
+                for optimizer in (actor_optimizer, critic_optimizer, alpha_optimizer):
+                    group = optimizer.param_groups[0]
+                    group["lr"].fill_(group["initial_lr"] * (1 - run.env_steps / args.total_timesteps))
+
+            # Act and step
+            if agent.obs_space.sizes[0]:  # numbers, not only images
+                agent.obs_norm.update(to_tensor(obs, device))
+            if run.env_steps < args.learning_starts:
+                if run.env_steps // args.num_envs % args.random_hold == 0 or run.new_segment:
+                    action = envs.action_space.sample()  # also at the start of a segment
+            else:
+                action = agent.act(obs, info, greedy=False)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            done = terminated | truncated
+            run.count(next_obs, reward, done, next_info)
+            rewards.append(reward)
+
+            # Store, with the environment's own rewards: options change them when they are replayed
+            ends = dict(terminated=terminated, done=done)
+            buffer.add(obs=obs, action=action, reward=reward, next_obs=next_obs, **ends)
+            if args.normalize_reward:
+                reward_norm.update(reward, done)
+            obs, info = reset_done(envs, next_obs, next_info, done)
+
+            # Update. The step determines how many updates are due, so a resumed run stays in sync.
+            if run.env_steps >= args.learning_starts:
+                steps = run.env_steps - args.num_envs, run.env_steps
+                before, after = (int(args.updates_per_step * n) for n in steps)
+                for _ in range(before, after):
+                    batch = buffer.sample(args.batch_size)
+                    batch["reward"] *= args.reward_scale
+                    if args.normalize_reward:
+                        batch["reward"] = reward_norm(batch["reward"])
+                    metrics |= learn_critic(batch)
+                    metrics |= learn_actor(batch)
+
+            # Log
+            if run.due(args.log_every, run.logged_at):
+                run.log(metrics | {
+                    "reward/mean": np.mean(rewards), "reward/max": np.max(rewards),
+                    "schedule/learning_rate": actor_optimizer.param_groups[0]["lr"],
+                })  # fmt: skip
+                rewards = []
+    return np.array(run.returns)
+
+
+# ------------------------------------------------------------------------------------------------- networks
+def orthogonal(layer, gain=2**0.5):
+    """Orthogonal initialization (Saxe et al. 2014), scaled by gain; biases are 0."""
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class NatureCNN(nn.Sequential):
+    """Images (B, C, H, W) to features (B, F) (Mnih et al. 2015); two smaller layers if below 36 pixels."""
+
+    def __init__(self, channels, height, width):
+        sizes = [(channels, 32, 8, 4), (32, 64, 4, 2), (64, 64, 3, 1)]
+        if min(height, width) < 36:
+            sizes = [(channels, 16, 3, 1), (16, 32, 3, 1)]
+        convolutions = [orthogonal(nn.Conv2d(*size)) for size in sizes]
+        super().__init__(*(layer for conv in convolutions for layer in (conv, nn.ReLU())), nn.Flatten())
+        self.to(memory_format=torch.channels_last)  # faster convolutions
+
+    def forward(self, image):
+        pixels = image.to(torch.float32, memory_format=torch.channels_last)
+        return super().forward(pixels / 255 if image.dtype == torch.uint8 else pixels)
+
+
+class Trunk(nn.Module):
+    """Observations (B, *layout.shape) to features (B, width): a CNN for each image, then an MLP."""
+
+    def __init__(self, layout, hidden_sizes, activation):
+        super().__init__()
+        self.layout = layout
+        self.cnns = nn.ModuleList(NatureCNN(*shape) for shape in layout.images)
+        sizes = [self.features(torch.zeros(1, *layout.shape)).shape[1], *hidden_sizes]
+        self.layers = nn.ModuleList(orthogonal(nn.Linear(*size)) for size in pairwise(sizes))
+        self.activation, self.width = getattr(F, activation), sizes[-1]
+
+    def features(self, obs):
+        """The numbers of observations and the CNN features of their images, without the mask."""
+        if obs.dim() == 4:  # one image and nothing else
+            return self.cnns[0](obs)
+        numbers, *images = obs.split(self.layout.sizes, dim=1)[: 1 + len(self.cnns)]
+        shapes = zip(self.cnns, images, self.layout.images, strict=True)
+        return torch.cat([numbers, *(cnn(x.unflatten(1, shape)) for cnn, x, shape in shapes)], dim=1)
+
+    def forward(self, obs):
+        x = self.features(obs) if self.layout.images or self.layout.masked else obs
+        for layer in self.layers:
+            x = self.activation(layer(x))
+        return x
+
+
+class StackedLinear(nn.Module):
+    """n independent linear layers in one product: (n, B, fan_in) to (n, B, fan_out).
+
+    A smaller input (m, B, fan_in) goes only through the first m layers.
+    """
+
+    def __init__(self, n, fan_in, fan_out):
+        super().__init__()
+        bound = fan_in**-0.5  # as in nn.Linear
+        self.weight = nn.Parameter(torch.empty(n, fan_in, fan_out).uniform_(-bound, bound))
+        self.bias = nn.Parameter(torch.empty(n, 1, fan_out).uniform_(-bound, bound))
+
+    def forward(self, x):
+        weight, bias = self.weight, self.bias
+        if len(x) < len(weight):
+            weight, bias = weight[: len(x)], bias[: len(x)]
+        if weight.shape[2] == 1:  # a sum of products is faster for one output
+            return (x * weight.mT).sum(dim=-1, keepdim=True) + bias
+        return torch.baddbmm(bias, x, weight)
+
+
+class StackedNorm(nn.Module):
+    """Layer normalization (Ba et al. 2016) in n independent networks: (n, B, width)."""
+
+    def __init__(self, n, width):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(n, 1, width)), nn.Parameter(torch.zeros(n, 1, width))
+
+    def forward(self, x):
+        return torch.addcmul(self.bias, F.layer_norm(x, x.shape[-1:]), self.weight)
+
+
+def initialized(layer, init, **options):
+    """A StackedLinear, whose weights init has drawn for each network apart; biases are 0."""
+    for weight in layer.weight.data.mT:  # (fan_out, fan_in), as in nn.Linear
+        init(weight, **options)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class ResidualNetwork(nn.Module):
+    """n independent networks of residual blocks: (n, B, fan_in) to (n, B, fan_out)."""
+
+    def __init__(self, n, fan_in, width, num_blocks, fan_out, gain=1.0, dropout=0.0):
+        super().__init__()
+        linear = lambda *sizes: initialized(StackedLinear(n, *sizes), nn.init.kaiming_normal_)
+        norm = lambda: StackedNorm(n, width)
+        block = lambda: [norm(), linear(width, 4 * width), nn.Dropout(dropout), linear(4 * width, width)]
+        self.embedding = initialized(StackedLinear(n, fan_in, width), nn.init.orthogonal_)
+        self.blocks = nn.ModuleList(nn.ModuleList(block()) for _ in range(num_blocks))
+        self.norm = norm()
+        self.head = initialized(StackedLinear(n, width, fan_out), nn.init.orthogonal_, gain=gain)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = residual_block(x, *block)
+        return self.head(self.norm(x))
+
+
+class Critic(nn.Module):
+    """Values Q_i(s, a) of n critics, (n, B), for observations (B, *obs_space.shape) and actions."""
+
+    def __init__(self, obs_space, action_space, args):
+        super().__init__()
+        self.features = Trunk(obs_space, (), "relu")  # numbers, and CNN features of images
+        self.n, fan_in = args.num_critics, self.features.width + action_space.shape[0]
+        sizes = fan_in, args.critic_width, args.critic_blocks, 1
+        self.network = ResidualNetwork(self.n, *sizes, dropout=args.critic_dropout)
+
+    def forward(self, obs, action):
+        x = torch.cat([self.features(obs), action], dim=-1).expand(self.n, -1, -1)
+        return self.network(x).squeeze(-1)
+
+
+class Actor(nn.Module):
+    """Mean and log standard deviation before tanh, (B, A) each, for observations (B, *obs_space.shape)."""
+
+    def __init__(self, obs_space, action_space, args):
+        super().__init__()
+        self.features = Trunk(obs_space, (), "relu")
+        sizes = self.features.width, args.actor_width, args.actor_blocks, 2 * action_space.shape[0]
+        self.network = ResidualNetwork(1, *sizes, gain=0.01)
+
+    def forward(self, obs):
+        mean, log_std = self.network(self.features(obs)[None])[0].chunk(2, dim=-1)
+        return mean, log_std.clamp(-20, 2)
+
+
+class Agent(nn.Module):
+    """Actor and critics for normalized observations, the target critics and the temperature."""
+
+    def __init__(self, obs_space, action_space, args, device):
+        super().__init__()
+        if not isinstance(action_space, Box) or not action_space.is_bounded():
+            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try ppo.py")
+        self.device, self.obs_space, self.action_space = device, obs_space, action_space
+        self.obs_norm = ObsNorm(obs_space.sizes[:1]) if obs_space.sizes[0] else nn.Identity()
+        self.actor = Actor(obs_space, action_space, args)
+        self.critic = Critic(obs_space, action_space, args)
+        self.target_critic = copy.deepcopy(self.critic)
+        self.log_alpha = nn.Parameter(torch.tensor(math.log(args.alpha)))
+        self.to(device)
+
+    def policy(self, obs):
+        """Sampled actions (B, A) and their log_prob (B,)."""
+        mean, log_std = self.actor(obs)
+        return squashed_gaussian(mean, log_std, torch.randn_like(mean))
+
+    @torch.inference_mode()
+    def act(self, obs, info, greedy=True):
+        """Actions (num_envs, A) for a vector environment, greedy or sampled, without their density."""
+        mean, log_std = self.actor(self.obs_norm(to_tensor(obs, self.device)))
+        u = mean if greedy else mean + log_std.exp() * torch.randn_like(mean)
+        return u.tanh().cpu().numpy()
+
+
+class RunningNorm(nn.Module):
+    """(x - mean) / standard deviation of all x that update has seen, clipped to +-10."""
+
+    def __init__(self, shape: tuple[int, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(shape, dtype=torch.float64))  # float32 would stall
+        self.register_buffer("var", torch.ones(shape, dtype=torch.float64))
+        self.register_buffer("count", torch.zeros((), dtype=torch.float64))
+
+    def update(self, x: torch.Tensor) -> None:
+        """Adds a batch (B, *shape), merging the moments (Chan et al. 1983)."""
+        var, mean = torch.var_mean(x.double(), dim=0, correction=0)
+        self.count += len(x)
+        share, delta = len(x) / self.count, mean - self.mean
+        self.var.lerp_(var, share).add_(delta.square() * share * (1 - share))
+        self.mean.lerp_(mean, share)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ((x - self.mean) * (self.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+class ObsNorm(RunningNorm):
+    """RunningNorm of the numbers in observations (B, *layout.shape); images stay as they are."""
+
+    def update(self, obs):
+        super().update(obs[:, : len(self.mean)])
+
+    def forward(self, obs):
+        n = len(self.mean)
+        return torch.cat([super().forward(obs[:, :n]), obs[:, n:]], dim=1)
+
+
+# From our own experiments. One core manages these sizes; the paper's take 25 times as long.
+TUNED = {
+    "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, batch_size=128,
+                        actor_width=32, critic_width=64, critic_blocks=1, updates_per_step=1.0,
+                        learning_rate=1e-3, eval_every=2_500),
+    "mujoco": dict(batch_size=128, actor_width=64, critic_width=128, critic_blocks=1, updates_per_step=1.0,
+                   learning_rate=1e-3, eval_every=20_000, checkpoint_every=100_000),
+}  # fmt: skip
+
+
+# ------------------------------------------------------------------ utilities, the same text in every script
+class UsageError(ValueError):
+    """A user error: main prints one line and exits with code 2."""
+
+
+# --- arguments
+def make_args(env_id: str, **changes) -> Args:
+    """The arguments for an environment: changes > TUNED[env id] > TUNED[family] > Args."""
+    env_id = max((name for name in gym.registry if name.startswith(f"{env_id}-v")), default=env_id)
+    entry = str(gym.registry[env_id].entry_point) if env_id in gym.registry else ""
+    family = "atari" if env_id.startswith("ALE/") else entry.removeprefix("gymnasium.envs.").split(".")[0]
+    return Args(**{**TUNED.get(family, {}), **TUNED.get(env_id, {}), **changes, "env_id": env_id})
+
+
+def parse_args(argv: list[str] | None = None) -> Args:
+    """Command line > the run of --resume or --evaluate > make_args."""
+    argv = sys.argv[1:] if argv is None else argv
+    first = tyro.cli(Args, args=[word for word in argv if word not in ("-h", "--help")])
+    default = make_args(first.env_id)
+    if path := first.resume or first.evaluate:
+        anew = dict(run_dir="", resume="", evaluate="", init_from="")
+        try:
+            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
+        except (KeyError, TypeError) as error:
+            raise UsageError(f"{path} was not saved by this script: {error}") from None
+    args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
+    return replace(args, env_id=make_args(args.env_id).env_id)
+
+
+def check_ranges(args) -> None:
+    """Refuses numbers outside the range of their field. Integers become floats where a float is expected."""
+    for name, hint in get_type_hints(Args, include_extras=True).items():
+        value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
+        parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if type(value) is int and any(part is float or float in get_args(part) for part in parts):
+            setattr(args, name, float(value))
+        for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
+            if any(x is not None and not low <= x <= high for x in np.ravel(value)):
+                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+
+
+def set_up(args) -> torch.device:
+    """Checks the arguments, seeds everything random and picks the device."""
+    check_ranges(args)
+    if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
+        os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
+    torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
+    if args.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
+    set_seed(segment_seed(args, 0))
+    return torch.device("cuda" if args.device != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def set_seed(seed: int) -> None:
+    for seed_library in (random.seed, np.random.seed, torch.manual_seed):
+        seed_library(seed)
+
+
+def segment_seed(args, env_steps: int) -> int:
+    """The seed of everything that follows a checkpoint at this step."""
+    return int(np.random.SeedSequence([args.seed, env_steps]).generate_state(1)[0] >> 2)  # ale-py: 30 bits
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
+    try:
+        if sys.stdout:
+            tqdm.write(text)
+            sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# --- the two maps between an environment and a policy
+class Layout(Box):
+    """The space of observations as networks see them.
+
+    Bytes (C, H, W) for one image and nothing else. Otherwise a vector: numbers, then images with pixels in
+    [0, 1], then the mask of legal actions; sizes has the length of each part.
+    """
+
+    def __init__(self, shape, dtype=np.float32, images=(), mask=0, flattened=()):
+        low, high = (0, 255) if dtype == np.uint8 else (-np.inf, np.inf)
+        super().__init__(low, high, shape, dtype)
+        pixels = [math.prod(image) for image in images]
+        self.sizes = [math.prod(shape) - sum(pixels) - mask, *pixels, mask]
+        self.images, self.masked, self.flattened = images, mask > 0, flattened
+
+    def __str__(self):
+        images = [f"image {'×'.join(map(str, image))}" for image in self.images]
+        n = self.sizes[0]
+        return " + ".join(images + [f"{n} number{'s' * (n > 1)}"] * (n > 0))
+
+
+def leaves(space, x=None):
+    """(space, value) of each part of nested Dicts and Tuples; a mask of legal actions comes last."""
+    if isinstance(space, spaces.Dict):
+        names = sorted(space.keys(), key=lambda name: name == "action_mask")
+    elif isinstance(space, spaces.Tuple):
+        names = range(len(space))
+    else:
+        return [(space, x)]
+    return [leaf for name in names for leaf in leaves(space[name], None if x is None else x[name])]
+
+
+def as_image(x: np.ndarray) -> np.ndarray:
+    """(H, W), (C, H, W), (H, W, C) or a stack of K of these as (C, H, W); channels are the shortest axis."""
+    if x.ndim == 2:
+        return x[None]
+    if x.shape[-1] < min(x.shape[-3:-1]):
+        x = np.moveaxis(x, -1, -3)
+    return x.reshape(-1, *x.shape[-2:])
+
+
+def image_shape(space) -> tuple[int, ...] | None:
+    """(C, H, W) of bytes with 2 to 4 dimensions, if they have the 5 pixels that a CNN needs; else None."""
+    if isinstance(space, Box) and space.dtype == np.uint8 and len(space.shape) in (2, 3, 4):
+        shape = as_image(np.empty(space.shape, np.uint8)).shape
+        return shape if min(shape[1:]) >= 5 else None
+    return None
+
+
+def as_numbers(space, x) -> np.ndarray:
+    """A flat vector: one-hot for choices, bytes in [0, 1]."""
+    return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
+
+
+def observation_map(space):
+    """Returns a function from an observation to one array, and the Layout of that array."""
+    kinds = [kind for kind, _ in leaves(space)]
+    for kind in kinds:
+        if not isinstance(kind, (Box, Discrete, MultiDiscrete, MultiBinary)):
+            raise UsageError(f"{kind} observations cannot be read: turn them into numbers with a wrapper")
+    masked = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+    mask = math.prod(kinds.pop().shape) if masked else 0
+    shapes = [image_shape(kind) for kind in kinds]
+    images = [shape for shape in shapes if shape]
+    if image_shape(space):
+        return as_image, Layout(images[0], np.uint8, images)
+    vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
+    size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
+    layout = Layout((size,), images=images, mask=mask, flattened=flattened)
+    if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
+        return np.asarray, layout
+
+    def to_vector(obs):
+        values = [x for _, x in leaves(space, obs)]
+        legal = [np.ravel(values.pop())] if masked else []
+        parts = list(zip(kinds, shapes, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
+        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        return np.concatenate(numbers + pixels + legal, dtype=np.float32)
+
+    return to_vector, layout
+
+
+def action_map(space):
+    """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
+    if isinstance(space, Discrete):
+        start = int(space.start)
+        return lambda a: start + int(a), Discrete(int(space.n))
+    if isinstance(space, MultiDiscrete):
+        flat = MultiDiscrete(space.nvec.ravel())
+        return lambda a: (space.start + a.reshape(space.shape)).astype(space.dtype), flat
+    if isinstance(space, MultiBinary):
+        flat = MultiDiscrete([2] * math.prod(space.shape))
+        return lambda a: a.reshape(space.shape).astype(space.dtype), flat
+    if isinstance(space, Box) and space.dtype.kind == "f":
+        low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
+        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
+        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
+        stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
+        return stretch, Box(-limit, limit, dtype=np.float32)
+    other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
+    raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def num_choices(space) -> int:
+    """The length of a mask of legal actions; 0 if actions are not choices."""
+    return spaces.flatdim(space) if isinstance(space, (Discrete, MultiDiscrete)) else 0
+
+
+def number(x) -> float:
+    """A number, a bool or an array of one of these as a float; nan for anything else."""
+    try:
+        return np.asarray(x, dtype=np.float64).item()
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def misfit(error: Exception, text: str) -> Exception:
+    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
+    return UsageError(text) if here and "unpack" in str(error) else error
+
+
+class StandardEnv(gym.Wrapper):
+    """An environment as networks see it, by the two maps. Rewards are floats.
+
+    A mask in info["action_mask"] becomes part of the observation. Otherwise info keeps success and
+    args.info_keys, if they are numbers, and drops the rest, so that nothing in it can stop a run.
+    """
+
+    def __init__(self, env, args, mask_in_info: bool = False):
+        super().__init__(env)
+        self.choices, space = num_choices(env.action_space), env.observation_space
+        in_obs = isinstance(space, spaces.Dict) and "action_mask" in space.keys()
+        self.id, self.mask_in_info = args.env_id, mask_in_info and not in_obs
+        self.keys = {"is_success", "success", *args.info_keys}
+        if self.mask_in_info:
+            space = spaces.Dict(obs=space, action_mask=MultiBinary(self.choices))
+        self.to_array, self.observation_space = observation_map(space)
+        self.to_action, self.action_space = action_map(env.action_space)
+        self.masked = self.observation_space.masked
+        if self.masked and self.observation_space.sizes[-1] != self.choices:
+            raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
+
+    def observe(self, obs, info, over=False) -> np.ndarray:
+        """The array of an environment's observation. Once an episode is over, no action need be legal."""
+        if self.mask_in_info:
+            mask = info.get("action_mask", ())
+            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+            if len(mask) != self.choices:
+                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
+            obs = dict(obs=obs, action_mask=mask)
+        array = self.to_array(obs)
+        if self.masked and not over and not array[-self.choices :].any():
+            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        return array
+
+    def check(self, obs) -> None:
+        """Refuses an observation of another size than its space, and fractions that would become bytes."""
+        for space, x in leaves(self.env.observation_space, obs):
+            x, whole = np.asarray(x), isinstance(space, Box) and space.dtype.kind in "iu"
+            if x.size != math.prod(space.shape) or whole and x.dtype.kind == "f" and (x % 1).any():
+                raise UsageError(f"{self.id}: {x.dtype} of shape {x.shape} is not an observation of {space}")
+
+    def reset(self, **kwargs):
+        try:
+            obs, self.info = self.env.reset(**kwargs)
+        except (TypeError, ValueError) as error:
+            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+        self.check(obs)
+        return self.observe(obs, self.info), {}
+
+    def step(self, action):
+        try:
+            obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
+        except (TypeError, ValueError) as error:
+            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            raise misfit(error, text) from None
+        if not isinstance(reward, (float, np.floating)):
+            if math.isnan(number(reward)):
+                raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
+            reward = number(reward)
+        obs = self.observe(obs, info, terminated or truncated)
+        if info:
+            if self.choices and not self.masked and "action_mask" in info:
+                raise UsageError(f"{self.id}: info['action_mask'] is missing after reset()")
+            info = {key: number(info[key]) for key in self.keys & info.keys()}
+            info = {key: x for key, x in info.items() if not math.isnan(x)}
+        return obs, reward, terminated, truncated, info
+
+
+# --- environments
+def todays_name(env_id: str) -> str:
+    """A hint for environments that have a new name, such as Atari games and old versions."""
+    with contextlib.suppress(ImportError):
+        gym.register_envs(importlib.import_module("ale_py"))
+    name = env_id.rpartition(":")[2].removeprefix("ALE/")
+    game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
+    names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
+    today = max(names, key=lambda name: ("/" in name, name), default="")
+    if today in ("", env_id):
+        return ""
+    return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
+
+
+def make_env(args, mask_in_info: bool = False, **kwargs) -> StandardEnv:
+    return StandardEnv(gym.make(args.env_id, **{**args.env_kwargs, **kwargs}), args, mask_in_info)
+
+
+def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """num_envs standard environments. Nothing resets by itself: call reset_done after every step."""
+    training = os.getpid()
+
+    def make():
+        if os.getpid() != training and hasattr(os, "setpgrp"):
+            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return make_env(args, mask_in_info, **kwargs)
+
+    try:
+        if args.env_id.startswith("ALE/"):
+            return make_atari(args.env_id, num_envs, **{**args.env_kwargs, **kwargs})
+        if "" not in sys.path:  # module:Env-v0 finds modules in the current folder
+            sys.path.append("")
+        env, mask_in_info = make_env(args, **kwargs), False
+        if "ale_py" in str(env.spec.entry_point):  # a game under a name that hides it from make_atari
+            raise gym.error.NameNotFound("under this name it would not be preprocessed.")
+        if env.choices:  # only a reset shows whether info has a mask
+            env.reset()
+            mask_in_info = "action_mask" in env.info
+        env.close()
+        vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
+        return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
+    except (gym.error.Error, ImportError, TypeError) as error:
+        if isinstance(error, TypeError) and "argument" not in str(error):
+            raise  # a bug in the environment keeps its traceback
+        raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
+
+
+def make_atari(env_id: str, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
+    """Atari games, stepped and preprocessed together by ale-py; rewards are the game's own."""
+    if kwargs.get("episodic_life"):
+        raise UsageError("episodic_life would restart the game after every lost life: leave it out")
+    gym.register_envs(importlib.import_module("ale_py"))
+    envs = gym.make_vec(env_id, num_envs, "vector_entry_point", **{"reward_clipping": False, **kwargs})
+    to_array, layout = observation_map(envs.single_observation_space)
+    if layout.shape != envs.single_observation_space.shape:  # color
+        stack = lambda obs: np.stack([to_array(x) for x in obs])
+        envs = gym.wrappers.vector.TransformObservation(envs, stack, single_observation_space=layout)
+    to_action, actions = action_map(envs.single_action_space)
+    if isinstance(actions, Box):
+        stack = lambda action: np.stack([to_action(x) for x in action])
+        envs = gym.wrappers.vector.TransformAction(envs, stack, single_action_space=actions)
+    envs.single_observation_space = layout
+    return envs
+
+
+def standard_spaces(args) -> tuple[Layout, gym.Space]:
+    """The spaces of observations and actions as networks see them."""
+    envs = make_envs(replace(args, async_envs=False), 1)
+    envs.close()
+    return envs.single_observation_space, envs.single_action_space
+
+
+def close_envs(envs, kill: bool) -> None:
+    """Closes environments; kill ends their processes, whatever they are doing."""
+    processes = getattr(envs, "processes", []) if kill else []
+    for process in processes:
+        process.kill()
+        process.join()
+    with contextlib.suppress(Exception) if processes else contextlib.nullcontext():  # the pipes are broken
+        envs.close(**({"terminate": True} if processes else {}))
+    envs.closed = True
+
+
+def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) -> tuple[np.ndarray, dict]:
+    """Starts new episodes where done. Returns what the policy acts on; next_obs stays the true successor."""
+    obs, info = envs.reset(options={"reset_mask": done}) if done.any() else (next_obs, next_info)
+    return obs, info
+
+
+def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
+    """Raises an error that names the first number that is not finite, before anything learns from it."""
+    for what, x in (("observation", obs), ("reward", reward)):
+        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
+            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+            name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
+
+
+def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """An array on the device; float64 and bool become float32. Copies to a GPU are asynchronous."""
+    tensor = torch.as_tensor(array, dtype=torch.float32 if array.dtype in (np.float64, np.bool_) else None)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+# --- replay memory
+class ReplayBuffer:
+    """The last buffer_size transitions, in a ring where those of the same step are neighbors."""
+
+    def __init__(self, args, obs_space, action_space, device: torch.device):
+        self.num_envs, self.n_step, self.gamma, self.device = args.num_envs, args.n_step, args.gamma, device
+        self.size = max(args.buffer_size // self.num_envs, 1) * self.num_envs
+        self.position = self.filled = 0  # where the next step goes; how many transitions there are
+        obs_bytes = math.prod(obs_space.shape) * obs_space.dtype.itemsize
+        needed = self.size * (2 * obs_bytes + 4 * math.prod(action_space.shape) + 3 * 4)
+        free = free_memory(device)
+        text = f"replay buffer: {self.size:,} transitions, {needed / 1e9:.3g} of {free / 1e9:.3g} GB free"
+        if needed > free:
+            raise UsageError(f"{text}; use a smaller --buffer-size")
+        say(text)
+        empty = lambda *shape, dtype=torch.float32: torch.empty(self.size, *shape, dtype=dtype, device=device)
+        obs_dtype = torch.uint8 if obs_space.dtype == np.uint8 else torch.float32
+        self.data = dict(
+            obs=empty(*obs_space.shape, dtype=obs_dtype), action=empty(*action_space.shape), reward=empty(),
+            next_obs=empty(*obs_space.shape, dtype=obs_dtype), terminated=empty(), done=empty(),
+        )  # fmt: skip
+
+    def add(self, **step: np.ndarray) -> None:
+        """One step of all environments, (num_envs, ...) each; next_obs is the true successor."""
+        for name, x in step.items():
+            self.data[name][self.position : self.position + self.num_envs] = to_tensor(x, self.device)
+        self.filled = max(self.filled, self.position + self.num_envs)
+        self.position = (self.position + self.num_envs) % self.size
+
+    def cut(self) -> None:
+        """Ends the episodes in progress where a new segment starts."""
+        newest = (self.position - self.num_envs) % self.size
+        self.data["done"][newest : newest + self.num_envs] = 1.0
+
+    def sample(self, batch_size: int) -> dict[str, torch.Tensor]:
+        """n-step transitions (B, ...) drawn from all: obs, action, reward, discount and next_obs.
+
+        They stop early, after k < n steps, where an episode or the buffer ends: reward is sum_{i<k} gamma^i
+        r_{t+i}, next_obs is s_{t+k}, discount is gamma^k, and 0 if s_{t+k} is terminal.
+        """
+        take = lambda name, index: self.data[name].index_select(0, index)
+        first = last = torch.randint(self.filled, (batch_size,), device=self.device)
+        newest = (self.position - self.num_envs) % self.size
+        reward, discount = take("reward", first), torch.full((batch_size,), self.gamma, device=self.device)
+        for _ in range(self.n_step - 1):
+            goes_on = (take("done", last) == 0) & (last // self.num_envs != newest // self.num_envs)
+            last = torch.where(goes_on, (last + self.num_envs) % self.size, last)
+            reward += goes_on * discount * take("reward", last)
+            discount = torch.where(goes_on, self.gamma * discount, discount)
+        discount = discount * (1 - take("terminated", last))
+        obs, action, next_obs = take("obs", first), take("action", first), take("next_obs", last)
+        return dict(obs=obs, action=action, reward=reward, discount=discount, next_obs=next_obs)
+
+    def state_dict(self) -> dict:
+        """What is filled. Of a slice of a tensor torch would save the whole, so NumPy slices it."""
+        data = {name: torch.from_numpy(x[: self.filled].cpu().numpy()) for name, x in self.data.items()}
+        return data | dict(position=self.position, size=self.size, num_envs=self.num_envs)
+
+    def load_state_dict(self, state: dict) -> None:
+        if (state["size"], state["num_envs"]) != (self.size, self.num_envs):
+            raise ValueError("its replay buffer has another shape: keep --buffer-size and --num-envs")
+        self.position, self.filled = state["position"], len(state["reward"])
+        for name, x in self.data.items():
+            x[: self.filled] = state[name]  # which load has mapped to the file, so it takes no memory
+
+
+class ReplayedRewardNorm(nn.Module):
+    """Rewards over the standard deviation of the running discounted return, clipped to +-10.
+
+    They are divided when they are replayed, so that old and new transitions have one scale.
+    """
+
+    def __init__(self, gamma: float):
+        super().__init__()
+        self.gamma, self.statistics = gamma, RunningNorm(())
+        self.start_segment()
+
+    def start_segment(self) -> None:
+        self.return_ = 0.0  # of the episodes in progress, (num_envs,) after the first step
+
+    def update(self, reward: np.ndarray, done: np.ndarray) -> None:
+        """Adds the rewards and episode ends (num_envs,) of the step that follows the last call."""
+        return_ = reward + self.gamma * self.return_
+        self.statistics.update(torch.from_numpy(return_))
+        self.return_ = return_ * ~done
+
+    def forward(self, reward: torch.Tensor) -> torch.Tensor:
+        return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
+
+
+# --- optimizer
+class Adam(torch.optim.Adam):
+    """Adam for groups (parameters, learning rate); a rate in a tensor can change inside a CUDA graph.
+
+    A start-up shortcut: the decorated methods of torch import its compiler, which takes a second.
+    """
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    zero_grad = inspect.unwrap(torch.optim.Adam.zero_grad)
+    add_param_group = inspect.unwrap(torch.optim.Adam.add_param_group)
+    state_dict = inspect.unwrap(torch.optim.Adam.state_dict)
+
+    def __init__(self, groups, device: torch.device, eps=1e-8, graph=False, weight_decay=0.0):
+        rate = lambda lr: dict(lr=torch.tensor(float(lr), device=device), initial_lr=lr)
+        groups = [dict(params=parameters, **rate(lr)) for parameters, lr in groups]
+        super().__init__(groups, eps=eps, weight_decay=weight_decay, fused=True, capturable=graph)
+
+    def load_state_dict(self, state: dict) -> None:
+        """Restores the moments; learning rates and other settings keep their current values."""
+        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
+
+
+def clip_gradients(optimizer: torch.optim.Optimizer, max_norm: float) -> list[torch.Tensor]:
+    """Scales all gradients so that their joint norm is at most max_norm. Returns each group's norm before."""
+    gradients = [[p.grad for p in group["params"] if p.grad is not None] for group in optimizer.param_groups]
+    norms = [torch.stack(torch._foreach_norm(group)).norm() for group in gradients]
+    if max_norm < math.inf:
+        scale = (max_norm / (torch.stack(norms).norm() + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_([gradient for group in gradients for gradient in group], scale)
+    return norms
+
+
+def gradient_step(loss: torch.Tensor, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    """Moves the optimizer's own parameters down the loss, and no others. Returns their gradient's norm."""
+    optimizer.zero_grad()
+    loss.backward(inputs=[p for group in optimizer.param_groups for p in group["params"]])
+    norms = clip_gradients(optimizer, max_norm)
+    optimizer.step()
+    return norms[0] if len(norms) == 1 else torch.stack(norms).norm()
+
+
+@torch.no_grad()
+def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
+    """target <- tau network + (1 - tau) target; buffers, as of normalizers, are copied."""
+    torch._foreach_lerp_(list(target.parameters()), list(network.parameters()), tau)
+    for old, new in zip(target.buffers(), network.buffers(), strict=True):
+        old.copy_(new)
+
+
+class CudaGraph:
+    """update(batch), captured after three calls and then replayed: one launch instead of hundreds."""
+
+    def __init__(self, update):
+        self.update, self.calls = update, 0
+        self.graph, self.stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+
+    def __call__(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        self.calls += 1
+        if self.calls <= 3:  # ordinary updates, on a side stream as CUDA requires before a capture
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                metrics = self.update(batch)
+            torch.cuda.current_stream().wait_stream(self.stream)
+            return metrics
+        if self.calls == 4:
+            self.batch = {name: x.clone() for name, x in batch.items()}
+            with torch.cuda.graph(self.graph):
+                self.metrics = self.update(self.batch)
+        for name, x in batch.items():
+            self.batch[name].copy_(x)
+        self.graph.replay()
+        return {name: x.clone() for name, x in self.metrics.items()}
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device; a limit of a container is not seen."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+# --- evaluation
+@contextlib.contextmanager
+def evaluation_envs(args, agent, num_envs: int, **kwargs):
+    """Separate environments and random numbers: an evaluation leaves the training as it was."""
+    states = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
+        set_seed(args.eval_seed)
+        envs = make_envs(replace(args, async_envs=False), num_envs, **kwargs)
+        agent.eval()
+        try:
+            yield envs
+        finally:
+            envs.close()
+            agent.train()
+            random.setstate(states[0])
+            np.random.set_state(states[1])
+
+
+def evaluate(args, agent, stopped=lambda: False) -> tuple[np.ndarray, dict]:
+    """Plays eval_episodes episodes, one in each environment, so that short ones are not favored.
+
+    Returns each episode's return, and the metrics; the success rate only if info reports success.
+    """
+    n = args.eval_episodes
+    totals = np.zeros((4, n))  # return, discounted return, length, terminations
+    success, playing, t = np.full(n, np.nan), np.ones(n, dtype=bool), 0
+    with evaluation_envs(args, agent, n) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        while playing.any() and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, reward, terminated, truncated, next_info = envs.step(action)
+            check_step(next_obs, reward, t)
+            totals += playing * [reward, args.gamma**t * reward, np.ones(n), terminated]
+            for key in {"is_success", "success"} & next_info.keys():
+                told = playing & next_info[f"_{key}"]
+                success[told] = np.fmax(success, next_info[key])[told]
+            playing &= ~(terminated | truncated)
+            info |= next_info  # keeps a policy's own entries, such as a memory
+            obs, info = reset_done(envs, next_obs, info, terminated | truncated)
+            t += 1
+    metrics = {f"eval/return_{name}": getattr(totals[0], name)() for name in ("mean", "std", "min", "max")}
+    names = "discounted_return_mean", "length_mean", "termination_rate"
+    metrics |= {f"eval/{name}": total.mean() for name, total in zip(names, totals[1:], strict=True)}
+    if not np.isnan(success).all():
+        metrics["eval/success_rate"] = (success > 0).mean()
+    return totals[0], metrics
+
+
+def film(args, agent, path: Path, stopped=lambda: False) -> None:
+    """Films the first episode of an evaluation in VP8, which browsers play, at up to 30 frames a second."""
+    atari, writer, done, t = args.env_id.startswith("ALE/"), None, np.zeros(1, dtype=bool), 0
+    with evaluation_envs(args, agent, 1, **({} if atari else {"render_mode": "rgb_array"})) as envs:
+        obs, info = envs.reset(seed=args.eval_seed)
+        if atari:  # a vector of games is gray: a twin in color plays the same game
+            color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
+            twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
+            twin.reset(seed=args.eval_seed)
+        fps = envs.metadata.get("render_fps") or 15
+        every = math.ceil(fps / 30)
+        while not done[0] and t < args.eval_max_steps and not stopped():
+            action = agent.act(obs, info, greedy=not args.sample_actions)
+            next_obs, _, terminated, truncated, next_info = envs.step(action)
+            frame = as_frame(twin.step(action)[0][0] if atari else envs.envs[0].render(), args.env_id)
+            if writer is None:
+                size = frame.shape[1::-1]
+                writer = open_film(path, fps / every, size)
+            if t % every == 0:
+                writer.write(frame if frame.shape[1::-1] == size else cv2.resize(frame, size))
+            done, t = terminated | truncated, t + 1
+            obs, info = reset_done(envs, next_obs, info | next_info, done)
+    if writer is not None:
+        writer.release()
+
+
+def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
+    """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
+    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 2)
+    try:
+        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr), os.close(null)
+
+
+def as_frame(image, env_id: str) -> np.ndarray:
+    """A frame for OpenCV, bytes (H, W, 3) with blue first, from gray, RGB or RGBA bytes."""
+    image = np.asarray(image)
+    if image.ndim == 3 and image.shape[0] == 3:  # of Atari
+        image = np.moveaxis(image, 0, -1)
+    gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
+    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+        what = f"{image.dtype} of shape {image.shape}"
+        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
+    if gray:
+        return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
+    return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
+
+
+# --- files
+def load(path: str | Path) -> dict:
+    """The state in a .pt file, or in the checkpoint.pt of a run folder."""
+    path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
+        raise UsageError(f"cannot load {path}: {error}") from None
+
+
+class Policy:
+    """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
+
+    A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
+    read. Call reset() before each episode: a policy with memory forgets the last one.
+    """
+
+    def __init__(self, agent, env):
+        self.agent, self.env = agent.eval(), env
+        self.reset()
+
+    def reset(self) -> None:
+        self.info = {}  # what a policy keeps from step to step
+
+    def __call__(self, obs, info=None, greedy=True):
+        space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
+        kind, x = leaves(space, obs)[0]
+        batched = np.ndim(x) > len(kind.shape or ())
+        if batched:
+            obs = list(iterate(batch_space(space, len(x)), obs))
+        else:
+            obs, masks = [obs], masks if masks is None else [masks]
+        infos = [{}] * len(obs) if masks is None else [{"action_mask": mask} for mask in masks]
+        self.env.check(obs[0])
+        arrays = np.stack([self.env.observe(*pair, over=True) for pair in zip(obs, infos, strict=True)])
+        actions = [self.env.to_action(action) for action in self.agent.act(arrays, self.info, greedy)]
+        space = self.env.env.action_space
+        return concatenate(space, actions, create_empty_array(space, len(x))) if batched else actions[0]
+
+
+def load_policy(path: str | Path) -> Policy:
+    """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
+    state = load(path)
+    args = Args(**state["args"])
+    agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
+    agent.load_state_dict(state["agent"])
+    if not args.env_id.startswith("ALE/"):
+        return Policy(agent, make_env(args, agent.obs_space.masked))
+    games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
+    games.observation_space, games.action_space = agent.obs_space, agent.action_space
+    return Policy(agent, StandardEnv(games, args))
+
+
+# --- the run
+class Run:
+    """The folder of a run: its counters, log, evaluations and checkpoints; and the environments to train in.
+
+    parts is everything that learning depends on, with state_dict and load_state_dict; agent plays.
+    """
+
+    def __init__(self, args, **parts):
+        self.args, self.parts, self.signal, self.envs = args, parts, 0, None
+        self.env_steps, self.seconds, self.best = 0, 0.0, -math.inf
+        self.saved_at, self.scored_at, self.logged_at = -1, -1, 0  # step of the last one; -1: none yet
+        self.returns = []  # of the last evaluation
+        self.episodes = []  # since the last log entry: return, length, means of info_keys
+        self.running = np.zeros((2 + len(args.info_keys), args.num_envs))  # sums over episodes in progress
+        self.unconfirmed = [f"info/{key}" for key in args.info_keys]  # until an episode ends
+        self.checkpoint_every = args.checkpoint_every * args.num_envs
+        self.over = False  # True ends the training before total_timesteps
+        self.source = Path(train.__code__.co_filename)  # in a notebook there is no such file
+        self.algo = self.source.stem if self.source.is_file() else "notebook"
+        name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
+        if path := args.resume or args.evaluate or args.init_from:
+            self.load(Path(path))
+
+    def load(self, path: Path) -> None:
+        """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
+        state, whole = load(path), bool(self.args.resume)
+        if whole and not self.parts.keys() <= state.keys():
+            raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
+        try:
+            for name in self.parts if whole else ["agent"]:
+                self.parts[name].load_state_dict(state[name])
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise UsageError(f"{path} does not fit these arguments: {error}") from None
+        if self.args.init_from:
+            return
+        vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
+            self.best = -math.inf
+        else:
+            self.folder = path if path.is_dir() else path.parent
+
+    def __enter__(self):
+        self.open()
+        self.handlers = {}
+        with contextlib.suppress(ValueError):  # signals reach the main thread only
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self.handlers[number] = signal.signal(number, self.catch)
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """Whatever ends the training: saves the latest weights, closes everything, restores signals."""
+        first = getattr(error, "__context__", None) or error  # torch.save hides what interrupts it
+        at_once = self.signal and isinstance(first, KeyboardInterrupt)  # a second Ctrl-C
+        processes = getattr(self.envs, "processes", [])
+        for process in processes if isinstance(error, (EOFError, ConnectionError)) else ():
+            process.join(0.1)  # one is gone; its exit code comes a moment later
+        codes = [process.exitcode for process in processes]
+        quiet = contextlib.suppress(Exception if error else ())  # the first error counts
+        with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
+            for number, handler in self.handlers.items():
+                last.callback(signal.signal, number, handler)
+            last.callback(self.bar.close)
+            last.callback(self.writer.close)
+            if self.envs is not None:
+                last.callback(close_envs, self.envs, kill=error is not None)
+            if error and not at_once and self.saved_at < self.env_steps:
+                self.checkpoint()
+        for i, code in enumerate(codes):
+            if error and code:
+                say(f"the process of environment {i} ended with exit code {code}")
+        go_on = self.command("--resume", str(self.folder))
+        if at_once:
+            raise KeyboardInterrupt from None
+        if error and self.saved_at > 0:
+            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
+        elif not error and self.signal:
+            say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
+            raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
+        elif not error:
+            watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
+            say(f"best mean return {self.best:.1f}; to watch it: {watch}")
+
+    def command(self, *words: str) -> str:
+        """These options as the caller would type them: on the command line, or in Python."""
+        if Path(sys.argv[0]).name == self.source.name:
+            return " ".join(["python", sys.argv[0], *words])
+        return f"train(parse_args({list(words)}))"
+
+    def open(self) -> None:
+        """Creates the folder, or continues in it, without the log entries after the checkpoint."""
+        args, agent, name = self.args, self.parts["agent"], self.folder.name
+        if args.run_dir and any(self.folder.glob("*")):
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
+            with contextlib.suppress(FileExistsError):
+                self.folder.mkdir(parents=True)
+                break
+            twins = len(list(self.folder.parent.glob(f"{name}*")))
+            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.progress = self.folder / "progress.jsonl"
+        if self.progress.exists():
+            rows = self.progress.read_bytes().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
+            os.truncate(self.progress, sum(map(len, kept)))
+        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
+        about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
+            python=sys.version, git=git, command=sys.argv, step=self.env_steps,
+            device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
+        )  # fmt: skip
+        environment = self.folder / "environment.json"
+        history = json.loads(environment.read_text()) if environment.exists() else []
+        environment.write_text(json.dumps([*history, about], indent=2))
+        (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
+        copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
+        copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
+        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
+        self.writer.add_text("args", text, self.env_steps)
+        disable = None if sys.stderr else True  # None: where stderr is no terminal
+        self.bar = tqdm(total=args.total_timesteps, initial=self.env_steps, unit=" steps", disable=disable)
+        self.started_at = time.perf_counter() - self.seconds
+        parameters = sum(p.numel() for p in agent.parameters())
+        actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
+        say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
+        for kind in agent.obs_space.flattened:
+            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+        say(f"run folder: {self.folder}")
+
+    def catch(self, number: int, frame) -> None:
+        """Stops at the next pause; a second signal stops at once."""
+        self.signal = number
+        for number, handler in self.handlers.items():
+            signal.signal(number, handler)
+
+    @property
+    def new_segment(self) -> bool:
+        """Whether a segment starts here: after every checkpoint, and when one was loaded."""
+        return self.envs is None or self.saved_at == self.env_steps
+
+    def start_segment(self) -> tuple[gym.vector.VectorEnv, np.ndarray, dict]:
+        """New envs, their first obs and info; everything random is seeded from (seed, env_steps).
+
+        What follows depends on the checkpoint alone, so a resumed run repeats an uninterrupted one bit for
+        bit. Episodes in progress count as truncated.
+        """
+        if self.envs is not None:
+            close_envs(self.envs, kill=False)
+        seed = segment_seed(self.args, self.env_steps)
+        set_seed(seed)
+        self.envs = make_envs(self.args, self.args.num_envs)
+        self.envs.action_space.seed(seed)
+        return self.envs, *self.envs.reset(seed=seed)
+
+    def count(self, next_obs: np.ndarray, reward: np.ndarray, done: np.ndarray, info: dict) -> None:
+        """Counts one step of every environment, with the environment's own rewards."""
+        self.env_steps += len(reward)
+        check_step(next_obs, reward, self.env_steps)
+        returns, lengths, *sums = self.running
+        returns += reward
+        lengths += 1
+        for sum_, key in zip(sums, self.args.info_keys, strict=True):
+            sum_ += info.get(key, 0)
+        for i in done.nonzero()[0]:
+            return_, length, *sums = self.running[:, i].tolist()
+            self.episodes.append((return_, length, *(x / length for x in sums)))
+            self.running[:, i] = 0
+
+    def pause(self) -> bool:
+        """Between two updates: evaluates and saves when it is time. Whether the training goes on."""
+        if self.finished and self.envs is not None:  # before an evaluation: some simulators run only once
+            close_envs(self.envs, kill=False)
+        if self.due(self.args.eval_every, self.scored_at) and not self.signal:
+            self.evaluate()
+        if self.due(self.checkpoint_every, self.saved_at):
+            self.checkpoint()
+        return not self.finished
+
+    @property
+    def finished(self) -> bool:
+        """Whether the training is over, or a signal asks to stop."""
+        reached = self.env_steps >= self.args.total_timesteps or self.best >= self.args.stop_return
+        return reached or self.over or self.signal > 0
+
+    def due(self, every: int, last: int) -> bool:
+        """Whether a multiple of every lies between the steps last and now, or the training ends here."""
+        now = self.finished or every > 0 and self.env_steps // every > last // every
+        return now and last < self.env_steps
+
+    def evaluate(self) -> np.ndarray:
+        """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
+        args, agent, path = self.args, self.parts["agent"], ""
+        returns, metrics = evaluate(args, agent, lambda: self.signal)
+        if args.capture_video:
+            seed = f"-seed{args.eval_seed}" if args.evaluate else ""
+            path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+            path.parent.mkdir(exist_ok=True)
+            film(args, agent, path, lambda: self.signal)
+        if self.signal:  # it was cut short; --resume repeats it
+            return returns
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
+        if args.evaluate:  # for other programs
+            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            return returns
+        self.returns, self.scored_at = returns.tolist(), self.env_steps
+        self.log(metrics)
+        self.save(f"models/{self.env_steps}.pt", agent=agent)
+        if returns.mean() > self.best:
+            self.best = float(returns.mean())
+            self.save("best.pt", agent=agent)
+        return returns
+
+    def log(self, metrics: dict[str, torch.Tensor | float]) -> None:
+        """Writes a log entry to progress.jsonl and TensorBoard. Only here does the host wait for metrics."""
+        row = {name: float(value) for name, value in metrics.items()}
+        self.check_finite(row)
+        if self.episodes:
+            keys = [f"info/{key}" for key in self.args.info_keys]
+            names = ["train/episode_return", "train/episode_length", *keys]
+            row |= zip(names, np.mean(self.episodes, axis=0), strict=True)
+            for key in self.unconfirmed:
+                if row[key] == 0:
+                    say(f"note: {key} is 0 so far; does the environment put a number there, under this name?")
+            self.unconfirmed = []
+            self.bar.set_postfix(episode_return=row["train/episode_return"], refresh=False)
+            self.episodes = []
+        self.logged_at, self.seconds = self.env_steps, time.perf_counter() - self.started_at
+        row["speed/steps_per_second"] = self.env_steps / self.seconds
+        for name, value in row.items():
+            self.writer.add_scalar(name, value, self.env_steps)
+        with self.progress.open("a") as file:
+            file.write(json.dumps({"step": self.env_steps, "seconds": self.seconds, **row}) + "\n")
+        self.bar.update(self.env_steps - self.bar.n)
+
+    def check_finite(self, values: dict) -> None:
+        """Stops the run before a NaN or an infinity reaches a file."""
+        if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
+            what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
+            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
+
+    def save(self, name: str, **parts) -> None:
+        """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""
+        states = {name: part.state_dict() for name, part in parts.items()}
+        self.check_finite(states["agent"])
+        names = ("env_steps", "scored_at", "logged_at", "seconds", "best", "returns", "episodes")
+        run = {name: getattr(self, name) for name in names}
+        path = self.folder / name
+        path.parent.mkdir(exist_ok=True)
+        with path.with_suffix(".part").open("wb") as file:
+            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            os.fsync(file.fileno())
+        path.with_suffix(".part").replace(path)
+
+    def checkpoint(self) -> None:
+        """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
+        self.writer.flush()
+        self.save("checkpoint.pt", **self.parts)
+        self.saved_at = self.env_steps
+        self.running[:] = 0
+
+
+def action_text(space) -> str:
+    """A policy's actions, in words."""
+    if isinstance(space, Box):
+        n = math.prod(space.shape)
+        return f"{n} number{'s' * (n > 1)}"
+    return f"{' × '.join(map(str, np.ravel(space.n if isinstance(space, Discrete) else space.nvec)))} choices"
+
+
+def main() -> None:
+    if hasattr(signal, "SIGPIPE"):  # --help | head
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        args = parse_args()
+        if hasattr(signal, "SIGPIPE"):
+            signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        train(args)
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+            raise
+        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
