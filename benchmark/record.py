@@ -41,10 +41,10 @@ def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.nd
         if policy:
             policy.reset()
         while not over:
-            mask = info.get("action_mask")
+            mask, before = info.get("action_mask"), keep(obs)  # some environments write into one array
             action = policy(obs, info, greedy=greedy) if policy else env.action_space.sample(mask)
             next_obs, reward, terminated, truncated, next_info = env.step(action)
-            step = dict(obs=keep(obs), action=np.array(action), reward=float(reward), next_obs=keep(next_obs))
+            step = dict(obs=before, action=np.array(action), reward=float(reward), next_obs=keep(next_obs))
             step |= dict(terminated=bool(terminated), truncated=bool(truncated))
             steps.append(step | ({} if mask is None else {"action_mask": np.array(mask)}))
             obs, info, length, over = next_obs, next_info, length + 1, terminated or truncated
