@@ -61,11 +61,6 @@ DOORS = (
     "--memory-span", "128", "--shared-trunk", "--eval-every", "10000",
 )  # fmt: skip
 
-ATOMS = (
-    "--no-quantiles", "--num-atoms", "51", "--v-max", "0", "--learning-rate", "3e-3", "--batch-size", "64",
-    "--updates-per-train", "1",
-)  # fmt: skip
-
 HALF_LEARNED = ("--eval-every", "10000")
 ONE_STEP = ("--n-step", "1")
 VARIANTS = {
@@ -231,8 +226,6 @@ SUITES = {
     "rainbow": [
         Cell("rainbow", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("rainbow", "Acrobot-v1", 100_000, seeds=5, bar=-77),
-        # its rows are of TUNED at their commit, which had these settings
-        Cell("rainbow", "Acrobot-v1", 100_000, 5, None, ATOMS, "atoms"),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py draws what is visited.
