@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import traceback
+import zlib
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
@@ -315,6 +316,19 @@ def play(policy, args, episodes: int | None = None, greedy=True) -> list[float]:
                 break
     env.close()
     return returns
+
+
+# --------------------------------------------------------------------------------------------------- choice
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Of what is tested in every script alike, a third is not marked long: each of these tests with some of
+    the scripts, and each script with some of the tests."""
+    alike = {"test_contract", "test_fields", "test_life", "test_spaces"}
+    for item in items:
+        values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if item.path.stem in alike and any(isinstance(x, str) and x in NAMES for x in values):
+            if zlib.crc32(item.nodeid.encode()) % 3:
+                item.add_marker(pytest.mark.long)
 
 
 # --------------------------------------------------------------------------------------------------- fixtures
