@@ -48,7 +48,7 @@ TINY = dict(
     initial_obs_steps=4, expert_episodes=20, dagger_iterations=2, minibatches_per_epoch=8,
     dagger_episodes=4, validation_share=0.25, meta_batch_size=2, episodes_per_task=1, horizon=10,
     num_train_tasks=4, num_test_tasks=2, adaptation_episodes=1, steps_prior=8, steps_posterior=8,
-    extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,), finetune_steps=160,
+    extra_steps_posterior=8, embedding_batch_size=4, latent_dim=2, encoder_sizes=(8,),
 )  # fmt: skip
 EXPERT = """
 def load_policy(path):
@@ -189,6 +189,7 @@ def tiny(module, run_dir="run", **changes):
     """Arguments of a tiny training in the Walk environment; changes come on top where there are fields."""
     grid = {"discrete_obs": True} if module.__name__ == "q_learning" else {}
     values = probe(module, "Walk", **grid) | dict(run_dir=str(run_dir)) | TINY | changes
+    values = dict(finetune_steps=max(values["total_timesteps"] - 32, 0)) | values  # iql: 32 offline
     args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
     return with_data(args)
 
