@@ -939,7 +939,7 @@ class DatasetBuffer(ReplayBuffer):
         data = {name: np.concatenate([episode[name] for episode in episodes]) for name in episodes[0]}
         self.offline = len(data["reward"])
         shape = dict(num_envs=args.num_envs, n_step=1, gamma=args.gamma)
-        room = self.offline + args.num_envs  # a multiple of num_envs is at least self.offline
+        room = self.offline + args.num_envs  # ReplayBuffer rounds it down to a multiple of num_envs
         super().__init__(SimpleNamespace(**shape, buffer_size=room), obs_space, action_space, device)
         for name, x in self.data.items():
             x[: self.offline] = to_tensor(data[name], device)

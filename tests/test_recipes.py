@@ -106,6 +106,9 @@ def test_envpool_gives_what_gymnasium_gives(cook, tmp_path, monkeypatch, actions
     assert rows[0] == rows[1] and any("train/episode_return" in row for row in rows[1])
     costs = [row["info/cost"] for row in progress(tmp_path / "pool") if "info/cost" in row]
     assert costs and 0 not in costs
+    monkeypatch.setitem(sys.modules, "envpool", None)  # who takes the policy away needs no EnvPool
+    assert module.train(module.parse_args(["--evaluate", str(tmp_path / "pool")])).size == 1
+    assert module.load_policy(tmp_path / "pool").agent
 
 
 def test_envpool_refuses_what_it_lacks(cook, tmp_path, monkeypatch):
@@ -120,6 +123,10 @@ def test_envpool_refuses_what_it_lacks(cook, tmp_path, monkeypatch):
         runs(module, tmp_path / "none", "Acrobot-v1", envpool=True)
     with pytest.raises(module.UsageError, match="cannot make CartPole-v1: .*nonsense"):
         runs(module, tmp_path / "none", "CartPole-v1", envpool=True, env_kwargs={"nonsense": 1})
+    other = lambda env_id, *args, **kwargs: Pool("Acrobot-v1", *args, **kwargs)
+    monkeypatch.setattr(fake, "make", other)
+    with pytest.raises(module.UsageError, match="CartPole-v1 has other spaces there"):
+        runs(module, tmp_path / "none", "CartPole-v1", envpool=True)
     assert not (tmp_path / "none").exists()
 
 
