@@ -17,7 +17,7 @@ Differences from the papers:
  2. Adam instead of RMSprop; the gradient is clipped by its global norm.
  3. Vectors go through an MLP. Noise and dueling apply to the last hidden layer and the output: to all
     layers after a CNN, as in the papers, but not to the first layers of a deep MLP.
- 4. With dueling, the trunk's gradient is not scaled by 1/sqrt(2). Noise is redrawn in every forward pass.
+ 4. With dueling, the trunk's gradient is not scaled by 1/sqrt(2).
  5. Near the end of an episode or of the buffer, a transition has only the k < n steps that remain.
  6. Losing a life on Atari does not end an episode.
  7. Layers without noise: orthogonal initialization, with gain sqrt(2) in hidden layers and 1 at the output.
@@ -170,6 +170,8 @@ def train(args: Args) -> np.ndarray:
 
     def update(batch):
         """One gradient step on a batch of transitions (B, ...)."""
+        if args.noisy:
+            redraw_noise(agent, target_agent)
         with torch.no_grad():
             q_values = agent(batch["next_obs"]) if args.double else None
             target_q_values = target_agent(batch["next_obs"])
@@ -197,6 +199,7 @@ def train(args: Args) -> np.ndarray:
             if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 buffer.start(obs)
+                redraw_noise(agent)
                 rewards, metrics = [], {}  # since the last log entry; of the last update
 
             # Act and step
@@ -293,7 +296,7 @@ class Trunk(nn.Module):
 class NoisyLinear(nn.Linear):
     """y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (Fortunato et al. 2018, eq. 9).
 
-    mu (weight and bias) and sigma are learned; eps is redrawn in each forward, and 0 in evaluations.
+    mu (weight and bias) and sigma are learned; eps stays until redraw_noise, and is 0 in evaluations.
     Independent noise has one eps per weight and bias. Factorized noise has one per input and output, whose
     products are eps_w (eq. 10 and 11).
     """
@@ -307,15 +310,16 @@ class NoisyLinear(nn.Linear):
         nn.init.uniform_(self.bias, -bound, bound)
         self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
         self.bias_sigma = nn.Parameter(torch.full_like(self.bias, sigma))
+        shape = (fan_out, fan_in + 1) if independent else (fan_out + fan_in,)
+        self.register_buffer("noise", torch.randn(shape), persistent=False)
 
     def forward(self, x):
         if not self.training:
             return super().forward(x)
         if self.independent:
-            weight_noise, bias_noise = torch.randn_like(self.weight), torch.randn_like(self.bias)
+            weight_noise, bias_noise = self.noise[:, :-1], self.noise[:, -1]
         else:
-            noise = torch.randn(self.out_features + self.in_features, device=x.device)
-            noise = noise.sign() * noise.abs().sqrt()  # f of the paper
+            noise = self.noise.sign() * self.noise.abs().sqrt()  # f of the paper
             bias_noise, input_noise = noise.split([self.out_features, self.in_features])
             weight_noise = bias_noise[:, None] * input_noise
         weight = torch.addcmul(self.weight, self.weight_sigma, weight_noise)
@@ -338,6 +342,12 @@ class Stream(nn.Module):
 
     def forward(self, features):
         return self.output(self.activation(self.hidden(features)))
+
+
+def redraw_noise(*networks):
+    """New noise for all noisy layers of the networks."""
+    for layer in (x for network in networks for x in network.modules() if isinstance(x, NoisyLinear)):
+        layer.noise.normal_()
 
 
 def legal_actions(obs, num_actions):

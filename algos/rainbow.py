@@ -18,10 +18,9 @@ Differences from the paper:
  1. A time limit does not end the return: the target bootstraps from the true final observation.
  2. Vectors go through an MLP. Noise applies to the last hidden layer and the output: to all layers after a
     CNN, as in the paper, but not to the first layers of a deep MLP.
- 3. Noise is redrawn in every forward pass.
- 4. Near the end of an episode or of the buffer, a transition has only the k < n steps that remain.
- 5. Losing a life on Atari does not end an episode.
- 6. The gradient is clipped by its global norm.
+ 3. Near the end of an episode or of the buffer, a transition has only the k < n steps that remain.
+ 4. Losing a life on Atari does not end an episode.
+ 5. The gradient is clipped by its global norm.
 
     python algos/rainbow.py --env-id CartPole-v1
 """
@@ -169,6 +168,7 @@ def train(args: Args) -> np.ndarray:
 
     def update(batch):
         """One gradient step on a batch of transitions (B, ...)."""
+        redraw_noise(agent, target_agent)
         rows = torch.arange(len(batch["action"]), device=device)
         with torch.no_grad():
             best = agent.q_values(batch["next_obs"]).argmax(dim=1)
@@ -203,6 +203,7 @@ def train(args: Args) -> np.ndarray:
             if run.new_segment:  # new environments and seeds at each checkpoint: a resumed run is identical
                 envs, obs, info = run.start_segment()
                 buffer.start(obs)
+                redraw_noise(agent)
                 rewards, metrics = [], {}  # since the last log entry; of the last update
 
             # Act and step
@@ -299,7 +300,7 @@ class Trunk(nn.Module):
 class NoisyLinear(nn.Linear):
     """y = (mu_w + sigma_w * eps_w) x + mu_b + sigma_b * eps_b (Fortunato et al. 2018, eq. 9).
 
-    mu (weight and bias) and sigma are learned; eps is redrawn in each forward, and 0 in evaluations.
+    mu (weight and bias) and sigma are learned; eps stays until redraw_noise, and is 0 in evaluations.
     Independent noise has one eps per weight and bias. Factorized noise has one per input and output, whose
     products are eps_w (eq. 10 and 11).
     """
@@ -313,15 +314,16 @@ class NoisyLinear(nn.Linear):
         nn.init.uniform_(self.bias, -bound, bound)
         self.weight_sigma = nn.Parameter(torch.full_like(self.weight, sigma))
         self.bias_sigma = nn.Parameter(torch.full_like(self.bias, sigma))
+        shape = (fan_out, fan_in + 1) if independent else (fan_out + fan_in,)
+        self.register_buffer("noise", torch.randn(shape), persistent=False)
 
     def forward(self, x):
         if not self.training:
             return super().forward(x)
         if self.independent:
-            weight_noise, bias_noise = torch.randn_like(self.weight), torch.randn_like(self.bias)
+            weight_noise, bias_noise = self.noise[:, :-1], self.noise[:, -1]
         else:
-            noise = torch.randn(self.out_features + self.in_features, device=x.device)
-            noise = noise.sign() * noise.abs().sqrt()  # f of the paper
+            noise = self.noise.sign() * self.noise.abs().sqrt()  # f of the paper
             bias_noise, input_noise = noise.split([self.out_features, self.in_features])
             weight_noise = bias_noise[:, None] * input_noise
         weight = torch.addcmul(self.weight, self.weight_sigma, weight_noise)
@@ -340,6 +342,12 @@ class NoisyStream(nn.Module):
 
     def forward(self, features):
         return self.output(self.activation(self.hidden(features)))
+
+
+def redraw_noise(*networks):
+    """New noise for all noisy layers of the networks."""
+    for layer in (x for network in networks for x in network.modules() if isinstance(x, NoisyLinear)):
+        layer.noise.normal_()
 
 
 def legal_actions(obs, num_actions):

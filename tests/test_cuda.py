@@ -46,8 +46,10 @@ def draws_of_the_cpu(monkeypatch):
         monkeypatch.setattr(torch, name, on_cpu)
     monkeypatch.setattr(torch, "randn_like", lambda x: torch.randn(x.shape, device=x.device))
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.rand(x.shape).to(x.device))
-    draw = torch.Tensor.exponential_
-    monkeypatch.setattr(torch.Tensor, "exponential_", lambda x: x.copy_(draw(torch.empty(x.shape))))
+    for name in ("exponential_", "normal_"):
+        draw = getattr(torch.Tensor, name)
+        fill = lambda x, *args, draw=draw: x.copy_(draw(torch.empty(x.shape), *args))
+        monkeypatch.setattr(torch.Tensor, name, fill)
 
 
 @pytest.mark.parametrize("name, graph", [case for case in ALL if case not in [(name, True) for name in DRAW]])

@@ -137,7 +137,8 @@ def test_the_advantages_of_dueling_have_mean_zero():
 
 
 def noise_of(layer):
-    """The noise on weights and biases in one forward, in multiples of sigma, and the output's sum."""
+    """New noise on weights and biases, in multiples of sigma, and the output's sum."""
+    dqn.redraw_noise(layer)
     size = layer.weight.shape[1]
     output = layer(torch.cat([torch.zeros(1, size), torch.eye(size)]))
     weight, bias = (output[1:] - output[0]).T, output[0]
@@ -157,7 +158,8 @@ def test_noise_has_its_distribution_and_its_scale_is_learned():
     torch.testing.assert_close(grads, (weight, 10 * bias), rtol=1e-3, atol=1e-3)
     draws = [noise_of(layer) for _ in range(2000)]
     weights, biases, outputs = (torch.stack(x) for x in zip(*draws, strict=True))
-    assert len(outputs.unique()) > 1990  # anew in each forward
+    assert len(outputs.unique()) > 1990
+    assert torch.equal(layer(torch.eye(9)), layer(torch.eye(9)))  # until it is drawn again
     second = math.sqrt(2 / math.pi)  # f is the signed root: its square has mean E|x|
     for noise, power in ((weights, 2), (biases, 1)):
         assert noise.mean().item() == pytest.approx(0, abs=0.03)
@@ -184,13 +186,20 @@ def test_independent_noise_is_a_number_for_each_weight():
     quick(noisy=True, independent_noise=True)
 
 
-def test_noise_explores_in_place_of_epsilon_and_is_absent_from_evaluations(record, seen):
-    """All observations are equal, and evaluations are of two environments."""
+def test_noise_explores_in_place_of_epsilon_anew_after_updates_and_not_in_evaluations(record, seen):
+    """All observations are equal, evaluations are of two environments, and nothing is learned."""
     actions, outputs = record(dqn.Agent, "act"), record(dqn.Agent, "forward")
+    draws = record(dqn, "redraw_noise")
     quick("Ones", noisy=True, double=True, num_envs=9, total_timesteps=270, learning_rate=0.0)
-    values = [(len(x), x[0].detach().numpy().tobytes()) for _, x in outputs]
-    trained = [x for x in values if x[0] != 2]
-    assert len(set(trained)) == len(trained) > 100 and len(set(values)) == len(trained) + 1
+    values = lambda size: [(x.step, x[1][0].detach().numpy().tobytes()) for x in outputs if len(x[1]) == size]
+    acting = values(9)  # updates after steps 20, 25, ..., and steps of nine environments
+    spans = [sum(call.step <= step for call in draws) for step, _ in acting]
+    assert len({*zip(spans, (x for _, x in acting), strict=True)}) == len({x for _, x in acting})
+    assert len({x for _, x in acting}) == len({*spans}) > 20 and len(acting) > len({*spans})
+    assert len({x for _, x in values(2)}) == 1
+    assert {x for _, x in values(2)}.isdisjoint(x for _, x in acting)
+    updates = values(16)  # for the choice, by the target network, for the loss
+    assert len({x for _, x in updates}) == 2 * len(updates) // 3 > 80
     chosen = [call[1] for call in actions if call.step >= 20 and len(call[1]) == 9]
     assert len(chosen) > 20 and all(len(set(action)) == 1 for action in chosen)
 

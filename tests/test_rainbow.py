@@ -243,6 +243,22 @@ def test_steps_are_random_at_first_then_noise_explores_and_evaluations_have_neit
     assert by_step.count(2) >= 28 and any(noisy[2]) and not all(noisy[2])  # both acts and evaluations have 2
 
 
+def test_the_noise_stays_until_an_update_draws_it_anew_for_both_networks(record, seen):
+    """All observations are equal, and nothing is learned; updates are of batches of 16."""
+    outputs, draws = record(rainbow.Agent, "forward"), record(rainbow, "redraw_noise")
+    quick("Ones", num_envs=9, train_every=18, total_timesteps=540, learning_rate=0.0, eval_every=0)
+    bytes_of = lambda size: [
+        (x.step, x[1][0].detach().numpy().tobytes()) for x in outputs if len(x[0][1]) == size
+    ]
+    acting = bytes_of(9)
+    spans = [sum(call.step <= step for call in draws) for step, _ in acting]
+    pairs = {*zip(spans, (x for _, x in acting), strict=True)}
+    assert len({x for _, x in acting}) == len({*spans}) == len(pairs) > 10 and len(acting) > len(pairs)
+    updates = [x for _, x in bytes_of(16)]  # for the choice, by the target network, for the loss
+    assert all(a == c != b for a, b, c in zip(updates[::3], updates[1::3], updates[2::3], strict=True))
+    assert len({*updates}) == 2 * len(updates) // 3 > 50
+
+
 def test_actions_before_learning_are_uniform_and_legal_ones_of_a_policy_are_the_best():
     agent, obs = new_agent(actions=4), np.full((4000, 4), 0.5, dtype=np.float32)
     agent.at_random = True
