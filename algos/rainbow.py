@@ -593,10 +593,14 @@ class FrameBuffer:
 
 # From our own experiments; Atari follows the paper.
 TUNED = {
-    "CartPole-v1": dict(learning_rate=2e-3, n_step=5, train_every=4, target_update_every=250,
-                        hidden_sizes=(128, 128), reward_scale=0.1, v_min=0.0),
+    "CartPole-v1": dict(quantiles=True, learning_rate=2e-3, n_step=5, train_every=64, updates_per_train=16,
+                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
     "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=3e-3, buffer_size=50_000, train_every=4,
                        target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1, v_max=0.0),
+    "MountainCar-v0": dict(total_timesteps=120_000, quantiles=True, num_atoms=25, learning_rate=4e-3,
+                           n_step=4, gamma=0.98, batch_size=128, buffer_size=10_000, train_every=16,
+                           updates_per_train=8, target_update_every=600, hidden_sizes=(128, 128),
+                           normalize_obs=True),
     "atari": dict(total_timesteps=10_000_000, learning_rate=6.25e-5, adam_eps=1.5e-4, anneal_lr=False,
                   batch_size=32, buffer_size=1_000_000, learning_starts=20_000, train_every=4,
                   target_update_every=8_000, hidden_sizes=(512,), clip_reward=True, eval_every=500_000,

@@ -471,24 +471,28 @@ def test_the_comparison_with_cloning_trains_what_is_missing_and_writes_its_table
     small = dict(hidden_sizes=(8,), total_timesteps=16, device="cpu", env_kwargs={"actions": "box"})
     small |= dict(batch_size=16)
     walk, table = "probe_envs:Walk-v0", Path("offline.csv").absolute()
-    new = dict(BOTH=small, IN={walk: {}}, SEEDS=(1, 2), TABLE=table, ROOT=Path.cwd())
+    new = dict(BOTH=small, SEEDS=(1, 2), TABLE=table, ROOT=Path.cwd())
+    new["OF"] = offline.OF | dict(iql_online=dict(total_timesteps=24, finetune_steps=8))
     for name, x in (new | dict(DATA=Path("data"))).items():
         monkeypatch.setattr(offline, name, x)
     monkeypatch.setattr(sys, "argv", ["offline.py", walk])
     Path("data", walk).mkdir(parents=True)
     data(f"data/{walk}/random.npz")
+    for name in ("algos", "recipes"):
+        Path(name).symlink_to(conftest.ROOT / name)
     offline.main()
     first, (head, *rows) = table.read_text(), [line.split(",") for line in table.read_text().splitlines()]
     assert head == "env_id data algo seed total_timesteps return_mean".split()
     assert [row[2:4] for row in rows] == [
         ["data set", ""],
         *(["bc", x] for x in "12"),
-        *(["iql", x] for x in "12"),
+        *([algo, x] for algo in ("td3_bc", "iql", "iql_online") for x in "12"),
     ]
     assert float(rows[0][-1]) == pytest.approx(returns_of(f"data/{walk}/random.npz").mean(), abs=0.01)
     policy = iql.load_policy(f"benchmark/runs/offline/{walk}-random-iql-2")
     args = iql.Args(**checkpoint(f"benchmark/runs/offline/{walk}-random-iql-2")["args"])
-    assert float(rows[-1][-1]) == pytest.approx(np.mean(conftest.play(policy, args, 100)), abs=0.01)
+    assert float(rows[6][-1]) == pytest.approx(np.mean(conftest.play(policy, args, 100)), abs=0.01)
+    assert "bc_alpha" in checkpoint(f"benchmark/runs/offline/{walk}-random-td3_bc-1")["args"]
     shutil.rmtree("benchmark")
     offline.main()
     assert table.read_text() == first and not Path("benchmark").exists(), "nothing is trained again"
