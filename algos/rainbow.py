@@ -595,8 +595,9 @@ class FrameBuffer:
 TUNED = {
     "CartPole-v1": dict(quantiles=True, learning_rate=2e-3, n_step=5, train_every=64, updates_per_train=16,
                         target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
-    "Acrobot-v1": dict(total_timesteps=100_000, learning_rate=3e-3, buffer_size=50_000, train_every=4,
-                       target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1, v_max=0.0),
+    "Acrobot-v1": dict(total_timesteps=100_000, quantiles=True, num_atoms=25, buffer_size=50_000,
+                       train_every=16, updates_per_train=8, target_update_every=250, hidden_sizes=(128, 128),
+                       reward_scale=0.1),
     "MountainCar-v0": dict(total_timesteps=120_000, quantiles=True, num_atoms=25, learning_rate=4e-3,
                            n_step=4, gamma=0.98, batch_size=128, buffer_size=10_000, train_every=16,
                            updates_per_train=8, target_update_every=600, hidden_sizes=(128, 128),
