@@ -593,7 +593,7 @@ class FrameBuffer:
 
 # From our own experiments; Atari follows the paper.
 TUNED = {
-    "CartPole-v1": dict(quantiles=True, learning_rate=2e-3, n_step=5, train_every=64, updates_per_train=16,
+    "CartPole-v1": dict(quantiles=True, learning_rate=2e-3, n_step=5, train_every=64, updates_per_train=32,
                         target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
     "Acrobot-v1": dict(total_timesteps=100_000, quantiles=True, num_atoms=25, buffer_size=50_000,
                        train_every=16, updates_per_train=8, target_update_every=250, hidden_sizes=(128, 128),
