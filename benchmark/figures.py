@@ -99,7 +99,7 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "q_learning": Figure("q_learning/* q_learning-not_slippery/*"),
     "dqn": Figure("dqn/CartPole-v1 dqn/Acrobot-v1 dqn/MountainCar-v0 dqn-double_per/LunarLander-v3"),
     "ddpg_td3": Figure("ddpg_td3/* ddpg_td3-td3/* ddpg_td3-ddpg/*"),
-    "sac": Figure("sac/*", skip_steps=40_000),  # these belong to the suite caps
+    "sac": Figure("sac/*", skip_steps=40_000),  # those belong to the suite caps
     "maml": Figure("maml/* maml-ppo/* maml-vpg/* maml-no_adaptation/*"),
     # comparisons
     "family": Figure(of("reinforce vpg a2c trpo ppo", "CartPole-v1")),

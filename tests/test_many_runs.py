@@ -46,8 +46,9 @@ def main():
     fresh = {"scale": 2, "offset": 0, "pace": 0.1, **words, "step": 0, "sum": 0.0}
     state = json.loads((Path(old) / "checkpoint.pt").read_text()) if old else fresh
     if "evaluate" in words:
+        n = int(words["eval-episodes"])
         told = {f"eval/return_{x}": state["sum"] for x in ("mean", "std", "min", "max")}
-        print(json.dumps(told | dict(step=state["step"], episodes=3, returns=3 * [state["sum"]])))
+        print(json.dumps(told | dict(step=state["step"], episodes=n, returns=n * [state["sum"]])))
         return
     folder = Path(old or words["run-dir"])
     folder.mkdir(parents=True, exist_ok=True)
