@@ -1411,7 +1411,7 @@ class Run:
         length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
         say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
         if args.evaluate:  # for other programs
-            say(json.dumps({"step": self.env_steps, "episodes": len(returns), **metrics}))
+            say(json.dumps(dict(step=self.env_steps, episodes=len(returns), **metrics, returns=[*returns])))
             return returns
         self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)

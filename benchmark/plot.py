@@ -2,14 +2,14 @@
 
     python benchmark/plot.py runs/CartPole-v1/ppo/1-20270131-120000
     python benchmark/plot.py runs/CartPole-v1/*/* --out compared
-    python benchmark/plot.py --results benchmark/results/ppo__*.csv --out curves.png
+    python benchmark/plot.py --cells "ppo/*" "a2c/CartPole-v1" --out curves.png
 
 What can be compared shares a panel; with --apart each gets its own.
 
 Runs: a picture for each family of logged names, a panel for each name. Runs whose arguments differ in the
 seed alone are one group: its mean, and a band from minimum to maximum.
 
-Results: a panel for each environment, and a last one that joins those with a bar. A lone curve has mean
+Cells: a panel for each environment, and a last one that joins those with a bar. A lone curve has mean
 (solid) and interquartile mean (dashed) over seeds, several curves have the mean, as Agarwal et al. 2021
 (arXiv 2108.13264) recommend. More in benchmark/README.md.
 """
@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
-from run import iqm, rows_of, short
+from run import ROOT, iqm, read_cells, short
 from suites import SUITES
 
 plt.switch_backend("Agg")  # no window
@@ -110,14 +110,13 @@ class Curve(NamedTuple):
     bar: float | None
 
 
-def read_results(files: list[Path], skipped: int | None = None) -> list[Curve]:
+def curves_of(runs: list[dict], evaluations: list[dict]) -> list[Curve]:
+    key = lambda row: (row["algo"], row["env_id"], int(row["total_timesteps"]))
     points, finals = defaultdict(lambda: defaultdict(list)), defaultdict(list)
-    for row in (row for path in files for row in rows_of(path) if row["total_timesteps"] != str(skipped)):
-        key, score = (row["algo"], row["env_id"], int(row["total_timesteps"])), float(row["eval_return_mean"])
-        if row["kind"] == "curve":
-            points[key][row["seed"]].append((int(row["step"]), score))
-        else:
-            finals[key].append(score)
+    for row in evaluations:
+        points[key(row)][row["seed"]].append((int(row["step"]), float(row["return_mean"])))
+    for run in runs:
+        finals[key(run)].append(float(run["final_return_mean"]))
     bars = {(cell.name, cell.env_id, cell.steps): cell.bar for suite in SUITES.values() for cell in suite}
     curves = []
     for key, seeds in points.items():
@@ -139,11 +138,11 @@ def draw(axes, x, strata: list[np.ndarray], final: float, colour, alone: bool) -
     axes.plot(x[-1], final, color=colour, **DIAMOND)
 
 
-def draw_results(files: list[Path], out: Path, apart: bool, skipped: int | None = None) -> None:
+def draw_cells(runs: list[dict], evaluations: list[dict], out: Path, apart: bool = False) -> None:
     """One panel per environment, or apart per curve, and one over all environments with a bar."""
-    curves = read_results(files, skipped)
+    curves = curves_of(runs, evaluations)
     if not curves:
-        sys.exit(f"plot.py: no evaluation in {' '.join(map(str, files))}: nothing to draw")
+        sys.exit("plot.py: these cells have no evaluation: nothing to draw")
     colour, panels, joint = colours([curve.name for curve in curves]), defaultdict(list), defaultdict(list)
     for curve in curves:
         panels[(curve.env_id, curve.name) if apart else curve.env_id].append(curve)
@@ -253,19 +252,21 @@ def draw_runs(runs: list[Path], out: Path, apart: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("runs", nargs="*", type=Path, help="run folders; others are passed over")
-    parser.add_argument("--results", nargs="+", type=Path, help="CSV files of benchmark/run.py")
-    parser.add_argument("--out", type=Path, help="picture of --results, or folder; default: RUN/plots")
+    parser.add_argument("--cells", nargs="+", metavar="ALGO/ENV_ID", help="patterns, as dqn-*/LunarLander-v3")
+    where = "folder with the tables of benchmark/run.py that have the cells; default: benchmark/results"
+    parser.add_argument("--results", type=Path, default=ROOT / "benchmark/results", help=where)
+    parser.add_argument("--out", type=Path, help="picture of --cells, or folder; default: RUN/plots")
     parser.add_argument("--apart", action="store_true", help="a panel for each, in place of one for all")
-    parser.add_argument("--skip-steps", type=int, help="leave out results of trainings of so many steps")
+    parser.add_argument("--skip-steps", type=int, help="with --cells: leave out trainings of so many steps")
     args = parser.parse_args()
     runs = [path for path in args.runs if (path / "progress.jsonl").is_file()]
-    if bool(args.results) == bool(runs) or (args.results and not args.out):
-        parser.error("give either run folders or --results FILES --out PICTURE")
+    if bool(args.cells) == bool(runs) or (args.cells and not args.out):
+        parser.error("give either run folders or --cells PATTERNS --out PICTURE")
     plt.rcParams.update(STYLE)
     if runs:
         draw_runs(runs, args.out or runs[0] / "plots", args.apart)
     else:
-        draw_results(args.results, args.out, args.apart, args.skip_steps)
+        draw_cells(*read_cells(args.results, args.cells, args.skip_steps), args.out, args.apart)
 
 
 if __name__ == "__main__":

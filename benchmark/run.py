@@ -1,4 +1,4 @@
-"""Trains a suite or any script, each seed in its own process, and writes what came out as tidy CSV files.
+"""Trains a suite or any script, each seed in its own process. Writes runs.csv and evaluations.csv.
 
     python benchmark/run.py --suite ppo --jobs 2
     python benchmark/run.py --suite ppo --engine ray --address 10.0.0.1:6379
@@ -29,6 +29,7 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import numpy as np
@@ -40,10 +41,14 @@ except ImportError:  # Windows: start this program once at a time
     fcntl = None
 
 ROOT = Path(__file__).resolve().parents[1]
-COLUMNS = """
-    algo env_id total_timesteps seed kind step eval_episodes eval_return_mean eval_return_std eval_return_min
-    eval_return_max wall_time steps_per_second python torch gymnasium numpy device cpu cores git_commit
-    command
+RUNS = """
+    algo env_id total_timesteps seed final_episodes final_return_mean final_return_std final_return_min
+    final_return_max steps_per_second eval_episodes python torch gymnasium numpy device cpu cores git_commit
+    command final_returns
+""".split()
+EVALUATIONS = """
+    algo env_id total_timesteps seed step return_mean return_std return_min return_max wall_time
+    steps_per_second
 """.split()
 STOP = threading.Event()  # all that train save and stop, all that wait never start
 ON_NODE = "PLAINRL_COMMIT" in os.environ  # on a machine of a cluster, for a run.py elsewhere
@@ -59,6 +64,10 @@ def load_script(name: str, path: Path | None = None):
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def digits(number: float) -> str:
+    return f"{number:.6g}"
 
 
 def slug(env_id: str) -> str:
@@ -95,16 +104,16 @@ def commit() -> str:
 # --------------------------------------------------------------------------------------------------- one seed
 @contextlib.contextmanager
 def exclusive(path: Path):
-    """Waits until no other process works on this seed: the training of a killed benchmark lives on and holds
-    the lock. Yields the lock, which children inherit."""
+    """Waits until no other process holds this lock: of a seed, whose training may outlive a killed run.py, or
+    of tables, which several run.py may write. Yields the lock, which children inherit."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         for attempt in itertools.count() if fcntl else ():
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
-            if attempt == 0:
-                print(f"{shown(path)}: still at work from an earlier start; waiting for it", flush=True)
+            if attempt == 5:  # after a second
+                print(f"{shown(path)}: another process is still at work; waiting for it", flush=True)
             if STOP.wait(0.2):
                 raise Failed("stopped")
         yield file
@@ -146,8 +155,8 @@ def name_of(cell: Cell, seed: int) -> str:
     return f"{cell.name}__{slug(cell.env_id)}__{cell.steps}/{seed}"
 
 
-def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool, work=None) -> list[dict]:
-    """Trains one seed, or goes on with it, plays the final evaluation, and returns the rows of the CSV.
+def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool, work=None) -> tuple:
+    """Trains one seed, or goes on with it, plays the final evaluation, and returns its `tidy_rows`.
 
     Beside the run folder NAME lie NAME.log with all output and NAME.json with what is done already. It stops
     once watch() is true. On a machine that does not have the folder of all runs, work stands for it.
@@ -178,7 +187,7 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool,
                 shutil.rmtree(folder, ignore_errors=True)
                 call([*command[:-1], shown(folder)], log, lock, watch)
             keep(trained=True)
-        if record["final"].get("eval_episodes") != str(final_episodes):
+        if record["final"].get("final_episodes") != final_episodes:
             play = [command[0], "--evaluate", shown(folder), "--eval-episodes", str(final_episodes)]
             keep(final=final_score(call(play, log, lock, watch), log))
         return tidy_rows(cell, seed, folder, record)
@@ -189,37 +198,39 @@ def final_score(text: str, log: Path) -> dict:
     try:
         score = json.loads(text.strip().splitlines()[-1])
         names = ("mean", "std", "min", "max")
-        returns = {f"eval_return_{name}": f"{score[f'eval/return_{name}']:.5g}" for name in names}
-        return returns | {"eval_episodes": str(score["episodes"])}
+        returns = {f"final_return_{name}": digits(score[f"eval/return_{name}"]) for name in names}
+        returns["final_returns"] = " ".join(map(digits, score["returns"]))
+        return returns | {"final_episodes": score["episodes"]}
     except (IndexError, KeyError, ValueError):
         raise Failed(f"its --evaluate printed no line of JSON with its returns ({shown(log)})") from None
 
 
-def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> list[dict]:
-    """One row per evaluation of the training (kind: curve) and one for the final evaluation (kind: final)."""
+def tidy_rows(cell: Cell, seed: int, folder: Path, record: dict) -> tuple[dict, list[dict]]:
+    """The run's row of runs.csv, and those of evaluations.csv."""
     environment = json.loads((folder / "environment.json").read_text())[-1]
     same = dict(algo=cell.name, env_id=cell.env_id, total_timesteps=cell.steps, seed=seed)
-    same |= {name: environment[name] for name in ("torch", "gymnasium", "numpy", "device")}
-    same |= dict(python=environment["python"].split()[0], cpu=record["cpu"], cores=record["cores"])
-    same |= dict(git_commit=" ".join(record["commits"]), command=shlex.join(["python", *record["command"]]))
-    same["eval_episodes"] = json.loads((folder / "args.json").read_text())["eval_episodes"]
     log = [json.loads(line) for line in (folder / "progress.jsonl").read_text().splitlines()]
-    middle = lambda speeds: round(statistics.median(speeds), 1) if speeds else ""
-    rows, speeds, new_speeds = [], [], []
+    middle = lambda speeds: digits(statistics.median(speeds)) if speeds else ""
+    evaluations, speeds, new_speeds = [], [], []
     for before, line in zip([log[0], *log], log, strict=False):
         if "eval/return_mean" in line:
-            scores = {f"eval_return_{x}": line[f"eval/return_{x}"] for x in ("mean", "std", "min", "max")}
-            at = dict(kind="curve", step=line["step"], wall_time=round(line["seconds"], 3))
-            rows.append(same | at | scores | {"steps_per_second": middle(new_speeds)})
+            scores = {f"return_{x}": digits(line[f"eval/return_{x}"]) for x in ("mean", "std", "min", "max")}
+            times = dict(wall_time=digits(line["seconds"]), steps_per_second=middle(new_speeds))
+            evaluations.append(same | {"step": line["step"]} | scores | times)
             new_speeds = []
         elif line["step"] > before["step"]:  # without the time of an evaluation
             new_speeds.append((line["step"] - before["step"]) / (line["seconds"] - before["seconds"]))
             speeds.append(new_speeds[-1])
-    return [*rows, rows[-1] | {"kind": "final", "steps_per_second": middle(speeds)} | record["final"]]
+    run = same | record["final"] | {"steps_per_second": middle(speeds)}
+    run |= {name: environment[name] for name in ("torch", "gymnasium", "numpy", "device")}
+    run |= dict(python=environment["python"].split()[0], cpu=record["cpu"], cores=record["cores"])
+    run |= dict(git_commit=" ".join(record["commits"]), command=shlex.join(["python", *record["command"]]))
+    run["eval_episodes"] = json.loads((folder / "args.json").read_text())["eval_episodes"]
+    return run, evaluations
 
 
-def attempt(job: tuple, watch=bool, work: Path | None = None) -> list[dict] | str:
-    """The rows of one seed, or why there are none; the others go on."""
+def attempt(job: tuple, watch=bool, work: Path | None = None) -> tuple | str:
+    """The `tidy_rows` of one seed, or why there are none; the others go on."""
     try:
         return run_seed(*job, watch, work)
     except Failed as error:
@@ -332,7 +343,7 @@ def on_ray(runs: Path, workers: int, address: str | None, gpus: float):
     there = lambda *words: in_a_thread(importlib.import_module("run").run_on_node, *words)
     remote = ray.remote(num_cpus=1, num_gpus=gpus, max_retries=-1)(there)
 
-    def one(job: tuple, watch=bool) -> list[dict] | str:
+    def one(job: tuple, watch=bool) -> tuple | str:
         home.stop.remote(name_of(*job[:2]), False)
         future = remote.remote(home, (*job[:2], Path(shown(runs)), *job[3:]))
         while not ray.wait([future], timeout=0.5)[0]:
@@ -366,11 +377,29 @@ def replace_rows(path: Path, columns: list[str], rows: list[dict], same, order) 
     part.replace(path)
 
 
-def write_rows(rows: list[dict], results: Path) -> None:
-    """Puts the rows of one seed into {algo}__{env}.csv in place of its old ones; other seeds stay."""
-    path = results / f"{rows[0]['algo']}__{slug(rows[0]['env_id'])}.csv"
-    same = lambda row: (int(row["total_timesteps"]), int(row["seed"]))
-    replace_rows(path, COLUMNS, rows, same, lambda row: (*same(row), row["kind"], int(row["step"])))
+def write_rows(run: dict, evaluations: list[dict], results: Path) -> None:
+    """Puts one run into the tables in place of its old rows. Other runs stay, also if several run.py write.
+    Evaluations come first: a run that runs.csv lists has them, even after a kill."""
+    same = lambda row: (row["algo"], row["env_id"], int(row["total_timesteps"]), int(row["seed"]))
+    by_step = lambda row: (*same(row), int(row["step"]))
+    with exclusive(results / "tables.lock"):
+        replace_rows(results / "evaluations.csv", EVALUATIONS, evaluations, same, by_step)
+        replace_rows(results / "runs.csv", RUNS, [run], same, same)
+
+
+def read_cells(results: Path, patterns: list[str], skip_steps: int | None = None) -> tuple[list, list]:
+    """Rows of runs.csv and of evaluations.csv, in the order of the patterns that they match. Patterns are of
+    ALGO/ENV_ID: ppo/CartPole-v1, dqn-*/LunarLander-v3. Runs of skip_steps steps are left out."""
+    runs, evaluations = (rows_of(results / f"{name}.csv") for name in ("runs", "evaluations"))
+    cell = lambda row: f"{row['algo']}/{row['env_id']}"
+    cells = dict.fromkeys(map(cell, runs))
+    found = {pattern: [x for x in cells if fnmatchcase(x, pattern)] for pattern in patterns}
+    if missing := [pattern for pattern in patterns if not found[pattern]]:
+        sys.exit(f"{shown(results)}/runs.csv has no {' '.join(missing)}")
+    place = {x: i for i, x in enumerate(dict.fromkeys(x for matches in found.values() for x in matches))}
+    wanted = lambda row: cell(row) in place and row["total_timesteps"] != str(skip_steps)
+    ordered = lambda rows: sorted(filter(wanted, rows), key=lambda row: place[cell(row)])
+    return ordered(runs), ordered(evaluations)
 
 
 def iqm(scores: np.ndarray, weights: np.ndarray) -> np.ndarray:
@@ -437,7 +466,7 @@ def main() -> int:
     add_engine(parser)
     parser.add_argument("--final-episodes", type=int, default=100, help="episodes of the final evaluation")
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
-    where = "where the CSVs go; default: benchmark/results for a suite, RUNS/results for --script"
+    where = "where the tables go; default: benchmark/results for a suite, RUNS/results for --script"
     parser.add_argument("--results", type=Path, help=where)
     args = parser.parse_args()
     args.results = args.results or (args.runs / "results" if args.script else ROOT / "benchmark/results")
@@ -467,8 +496,8 @@ def main() -> int:
             failed += 1
             print(f"{name}: FAILED: {rows}", file=sys.stderr, flush=True)
             continue
-        write_rows(rows, args.results)
-        finals[cell].append(float(rows[-1]["eval_return_mean"]))
+        write_rows(*rows, args.results)
+        finals[cell].append(float(rows[0]["final_return_mean"]))
         minutes = (time.monotonic() - start) / 60
         print(f"{name}: final mean {finals[cell][-1]:.1f} ({minutes:.1f} min since the start)", flush=True)
     print(summary(finals))

@@ -95,7 +95,7 @@ SUITES = {
         Cell("ppo_lstm", f"{HIDDEN}PendulumNoVel-v1", 100_000, seeds=10, bar=-220),
         Cell("ppo_lstm", f"{HIDDEN}MountainCarContinuousNoVel-v0", 300_000, seeds=10, bar=88),
     ],
-    # For how long is a cue kept? benchmark/t_maze.py draws it; the return is the share of right turns.
+    # For how long is a cue kept? benchmark/figures.py draws it; the return is the share of right turns.
     "t_maze_ablation": [
         Cell(
             algo, f"{HIDDEN}TMaze-v0", 60_000, 10, None,
@@ -260,7 +260,7 @@ SUITES = {
         Cell("maml", "HalfCheetahDir-v0", 40_000_000, seeds=1, args=("--eval-every", "2000000")),
         Cell("maml", "HalfCheetahVel-v0", 40_000_000, seeds=1, args=("--eval-every", "2000000")),
     ],
-    # Sample efficiency on one family; benchmark/meta.py draws it.
+    # Sample efficiency on one family; benchmark/figures.py draws it.
     "meta": [
         Cell("pearl", "PointRobot-v0", 240_000, seeds=10, bar=-8),
         Cell("maml", "PointRobot-v0", 400_000, 10, None, ("--eval-every", "40000")),

@@ -14,11 +14,13 @@ import math
 import re
 import statistics
 import sys
+from collections import defaultdict
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from plot import stratified_bootstrap
-from run import ROOT, iqm, passes, rows_of, short, slug
+from run import ROOT, iqm, passes, read_cells, rows_of, short
 from speed import OURS, SB3, SBX, TASKS
 from suites import PUBLISHED, SUITES
 from time_to_bar import RACES
@@ -39,13 +41,17 @@ LABELS = {
 }  # fmt: skip
 
 
-def finals(cell) -> list[float]:
-    """Final means of the seeds of a cell that were measured."""
-    path, kind = RESULTS / f"{cell.name}__{slug(cell.env_id)}.csv", ("final", str(cell.steps))
-    rows = [row for row in rows_of(path) if (row["kind"], row["total_timesteps"]) == kind]
-    if any(row["eval_episodes"] != "100" for row in rows):
-        sys.exit(f"tables.py: {path} has a final evaluation that is not of 100 episodes, as the note says")
-    return [float(row["eval_return_mean"]) for row in rows]
+@cache
+def finals() -> dict[tuple, list[float]]:
+    """Final means of the seeds that were measured, by algorithm with variant, environment and steps."""
+    found = defaultdict(list)
+    for run in read_cells(RESULTS, ["*"])[0]:
+        if run["final_episodes"] != "100":
+            sys.exit(
+                "tables.py: runs.csv has a final evaluation that is not of 100 episodes, as the note says"
+            )
+        found[run["algo"], run["env_id"], int(run["total_timesteps"])].append(float(run["final_return_mean"]))
+    return found
 
 
 def measured(algo: str, ablations: bool) -> list[tuple]:
@@ -53,7 +59,8 @@ def measured(algo: str, ablations: bool) -> list[tuple]:
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
     title = lambda cell: f"{cell.env_id.rpartition(':')[2]} {cell.variant.replace('_', ' ')}".strip()
-    return [(title(cell), cell, scores) for cell in cells if (scores := finals(cell))]
+    scores_of = lambda cell: finals().get((cell.name, cell.env_id, cell.steps))
+    return [(title(cell), cell, scores) for cell in cells if (scores := scores_of(cell))]
 
 
 def number(score: float, mean: float) -> str:

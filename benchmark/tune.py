@@ -134,7 +134,7 @@ def score(trial: optuna.Trial, cell: Cell, args, one) -> float:
             raise optuna.TrialPruned
         if isinstance(rows, str):
             raise Failed(rows)
-        finals.append(float(rows[-1]["eval_return_mean"]))
+        finals.append(float(rows[0]["final_return_mean"]))
     return statistics.mean(finals)
 
 

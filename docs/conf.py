@@ -21,6 +21,7 @@ import json
 import re
 import shutil
 import textwrap
+from collections import defaultdict
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -126,20 +127,21 @@ def part_of_script(found: re.Match) -> str:
 def all_curves() -> str:
     """HTML with all committed trainings: {environment: {algorithm: {seed: [steps, returns]}}}."""
     curves = {}
-    for path in sorted((DOCS.parent / "benchmark/results").glob("*__*.csv")):
-        with path.open(newline="") as file:
-            rows = [row for row in csv.DictReader(file) if row["kind"] == "curve"]
-        several = len({row["total_timesteps"] for row in rows}) > 1
-        for row in rows:
-            name = f"{row['algo']} of {row['total_timesteps']} steps" if several else row["algo"]
-            if row["algo"].startswith("bc"):
-                name += " (gradient steps)"
-            seeds = curves.setdefault(row["env_id"].partition(":")[2] or row["env_id"], {}).setdefault(
-                name, {}
-            )
-            steps, returns = seeds.setdefault(row["seed"], ([], []))
-            steps.append(int(row["step"]))
-            returns.append(round(float(row["eval_return_mean"]), 3))
+    with (DOCS.parent / "benchmark/results/evaluations.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    lengths = defaultdict(set)
+    for row in rows:
+        lengths[row["algo"], row["env_id"]].add(row["total_timesteps"])
+    for row in rows:
+        several = len(lengths[row["algo"], row["env_id"]]) > 1
+        name = f"{row['algo']} of {row['total_timesteps']} steps" if several else row["algo"]
+        if row["algo"].startswith("bc"):
+            name += " (gradient steps)"
+        env_id = row["env_id"].partition(":")[2] or row["env_id"]
+        seeds = curves.setdefault(env_id, {}).setdefault(name, {})
+        steps, returns = seeds.setdefault(row["seed"], ([], []))
+        steps.append(int(row["step"]))
+        returns.append(round(float(row["return_mean"]), 3))
     return f"""```{{raw}} html
 <div class="controls">
 <label>Environment <select id="environment"></select></label>

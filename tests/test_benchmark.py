@@ -4,6 +4,7 @@ import csv
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -55,8 +56,7 @@ def project(tmp_path_factory):
         "--final-episodes",
         "3",
     ]
-    folders = ["--runs", folder / "runs", "--results", folder / "results"]
-    command = ["run.py", "--script", folder / "my.py", *words, *folders]
+    command = ["run.py", "--script", folder / "my.py", *words, "--runs", folder / "runs"]
     return folder, command, call(*command)
 
 
@@ -64,27 +64,36 @@ def project(tmp_path_factory):
 def test_any_script_is_trained_and_tabled(project):
     folder, _, text = project
     assert "my CartPole-v1 2,048 | 2" in text
-    rows = read(folder / "results/my__CartPole-v1.csv")
-    assert {row["seed"] for row in rows} == {"1", "2"} and {row["algo"] for row in rows} == {"my"}
+    tables = [read(folder / f"runs/results/{name}.csv") for name in ("runs", "evaluations")]
+    assert {(row["algo"], row["seed"]) for rows in tables for row in rows} == {("my", "1"), ("my", "2")}
+    committed = (BENCHMARK / "results/runs.csv").read_text() + (
+        BENCHMARK / "results/evaluations.csv"
+    ).read_text()
+    assert "\nppo," in committed and "\nmy," not in committed
     for seed in "12":
-        own = [row for row in rows if row["seed"] == seed]
+        (run,), own = ([row for row in rows if row["seed"] == seed] for rows in tables)
         log = (folder / f"runs/my__CartPole-v1__2048/{seed}/progress.jsonl").read_text().splitlines()
         logged = [row["eval/return_mean"] for row in map(json.loads, log) if "eval/return_mean" in row]
-        curve = [float(row["eval_return_mean"]) for row in own if row["kind"] == "curve"]
-        (final,) = [row for row in own if row["kind"] == "final"]
-        assert curve == pytest.approx(logged) and final["eval_episodes"] == "3"
-        assert float(final["eval_return_min"]) <= float(final["eval_return_mean"])
-        assert f"--seed {seed}" in final["command"] and final["torch"] and final["cpu"]
+        assert [float(row["return_mean"]) for row in own] == pytest.approx(logged, rel=1e-5)
+        returns = np.array(run["final_returns"].split(), float)
+        for name in ("mean", "std", "min", "max"):
+            assert getattr(returns, name)() == pytest.approx(float(run[f"final_return_{name}"]), rel=1e-5)
+        assert run["final_episodes"] == "3" == str(len(returns)) and run["eval_episodes"] == "10"
+        assert f"--seed {seed}" in run["command"] and run["torch"] and run["cpu"]
 
 
-def test_what_is_done_is_skipped_and_a_lost_table_comes_back(project):
+def test_what_is_done_is_skipped_and_lost_tables_come_back(project):
     folder, command, _ = project
-    table = folder / "results/my__CartPole-v1.csv"
-    before, checkpoint = table.read_text(), folder / "runs/my__CartPole-v1__2048/1/checkpoint.pt"
+    tables = [folder / f"runs/results/{name}.csv" for name in ("runs", "evaluations")]
+    before, checkpoint = (
+        [path.read_text() for path in tables],
+        folder / "runs/my__CartPole-v1__2048/1/checkpoint.pt",
+    )
     made = checkpoint.stat().st_mtime
-    table.unlink()
+    for path in tables:
+        path.unlink()
     call(*command)
-    assert table.read_text() == before and checkpoint.stat().st_mtime == made
+    assert [path.read_text() for path in tables] == before and checkpoint.stat().st_mtime == made
 
 
 @pytest.mark.long
@@ -104,8 +113,8 @@ def test_a_run_that_was_cut_short_goes_on(project, tmp_path):
         script.train(script.make_args("CartPole-v1", **words))
 
     assert wait(fork(killed)) == -signal.SIGKILL
-    rows = run.run_seed(cell, 1, tmp_path, 3)
-    assert rows[-1]["kind"] == "final" and rows[-1]["step"] == 2048
+    row, evaluations = run.run_seed(cell, 1, tmp_path, 3)
+    assert row["final_episodes"] == 3 and evaluations[-1]["step"] == 2048
     kept = json.loads((cut / "1/environment.json").read_text())
     assert [entry["step"] for entry in kept] == [0, 1024] and (whole / "1").exists()
 
@@ -120,17 +129,56 @@ def test_a_folder_of_another_command_and_a_failing_seed_are_said(project):
     record.write_text(text)
 
 
-def test_rows_of_one_seed_replace_only_their_own(tmp_path):
+def rows_of_a_run(seed: int, mean: float, **cell) -> tuple[dict, list[dict]]:
+    """A run's row, and those of its two evaluations."""
+    same = dict(algo="a", env_id="E-v0", total_timesteps=10, seed=seed) | cell
+    return same | dict(final_return_mean=mean), [same | dict(step=step, return_mean=mean) for step in (9, 10)]
+
+
+def test_rows_of_one_run_replace_only_their_own(tmp_path):
     run = tool("run")
-    row = dict.fromkeys(run.COLUMNS, "") | dict(
-        algo="a", env_id="E-v0", total_timesteps=10, kind="final", step=10
-    )
-    for seed, mean in ((1, 1.0), (2, 2.0), (1, 3.0)):
-        run.write_rows([row | dict(seed=seed, eval_return_mean=mean)], tmp_path)
-    assert [(r["seed"], r["eval_return_mean"]) for r in read(tmp_path / "a__E-v0.csv")] == [
-        ("1", "3.0"),
-        ("2", "2.0"),
-    ]
+    for seed, mean, steps in ((1, 1.0, 10), (2, 2.0, 10), (1, 3.0, 10), (1, 4.0, 9)):
+        run.write_rows(*rows_of_a_run(seed, mean, total_timesteps=steps), tmp_path)
+    expected = [("1", "4.0"), ("1", "3.0"), ("2", "2.0")]
+    assert [(row["seed"], row["final_return_mean"]) for row in read(tmp_path / "runs.csv")] == expected
+    rows = [(row["seed"], row["step"], row["return_mean"]) for row in read(tmp_path / "evaluations.csv")]
+    assert rows == [(seed, step, mean) for seed, mean in expected for step in ("9", "10")]
+
+
+def test_several_programs_write_the_same_tables_at_once(tmp_path):
+    run = tool("run")
+
+    def write(own):
+        for seed in range(10):
+            run.write_rows(*rows_of_a_run(seed, 1.0, algo=f"a{own}"), tmp_path)
+
+    for child in [fork(lambda own=own: write(own)) for own in range(4)]:
+        assert wait(child) == 0
+    for name, count in (("runs", 1), ("evaluations", 2)):
+        rows = [(row["algo"], row["seed"]) for row in read(tmp_path / f"{name}.csv")]
+        assert rows == [
+            (f"a{own}", str(seed)) for own in range(4) for seed in range(10) for _ in range(count)
+        ]
+
+
+def test_cells_are_read_in_the_order_of_their_patterns(tmp_path):
+    run = tool("run")
+    for algo, env_id, steps in (
+        ("dqn-per", "ALE/Pong-v5", 10), ("dqn", "ALE/Pong-v5", 10), ("dqn", "E-v0", 10), ("dqn", "E-v0", 20),
+    ):  # fmt: skip
+        run.write_rows(*rows_of_a_run(1, 1.0, algo=algo, env_id=env_id, total_timesteps=steps), tmp_path)
+
+    def cells(*patterns, **skip):
+        runs, evaluations = run.read_cells(tmp_path, patterns, **skip)
+        key = lambda row: (row["algo"], row["env_id"], row["total_timesteps"])
+        assert [key(row) for row in evaluations] == [key(row) for row in runs for _ in range(2)]
+        return [" ".join(key(row)) for row in runs]
+
+    every = ["dqn ALE/Pong-v5 10", "dqn E-v0 10", "dqn E-v0 20", "dqn-per ALE/Pong-v5 10"]
+    assert cells("*") == every and cells("dqn/*") == every[:3] and cells("dqn-*/*") == every[3:]
+    assert cells("*/ALE/Pong-v5", "dqn/*", skip_steps=20) == [every[0], every[3], every[1]]
+    with pytest.raises(SystemExit, match="has no ppo/E-v0 a/b"):
+        cells("ppo/E-v0", "dqn/*", "a/b")
 
 
 def test_every_cell_of_the_suites_makes_valid_arguments():
@@ -148,8 +196,18 @@ def test_pictures_of_runs_and_of_results_are_written(project, tmp_path):
     runs = sorted((folder / "runs/my__CartPole-v1__2048").glob("[12]"))
     call("plot.py", *runs, "--out", tmp_path / "plots")
     assert {"eval.png", "loss.png", "train.png"} <= {path.name for path in (tmp_path / "plots").iterdir()}
-    call("plot.py", "--results", folder / "results/my__CartPole-v1.csv", "--out", tmp_path / "curves.png")
+    words = [
+        "plot.py",
+        "--results",
+        folder / "runs/results",
+        "--out",
+        tmp_path / "curves.png",
+        "--cells",
+        "my/*",
+    ]
+    call(*words)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert "has no your/*" in call(*words, "your/*", code=1)
 
 
 def test_a_film_becomes_a_small_animated_picture_at_the_same_pace(tmp_path):
@@ -279,10 +337,17 @@ def test_readme_and_docs_show_what_was_measured():
 
 def test_a_picture_is_out_of_date_when_its_data_have_changed(tmp_path, monkeypatch, capsys):
     figures = tool("figures")
-    data = Path(shutil.copy(figures.RESULTS / "ppo__CartPole-v1.csv", tmp_path))
+    tables = [tmp_path / "runs.csv", tmp_path / "evaluations.csv"]
+    for path in tables:
+        head, *rows = (figures.RESULTS / path.name).read_text().splitlines(keepends=True)
+        path.write_text(head + "".join(row for row in rows if row.startswith(("a2c,Cart", "ppo,Cart"))))
     for name, path in (("RESULTS", tmp_path), ("PICTURES", tmp_path), ("KNOWN", tmp_path / "figures.json")):
         monkeypatch.setattr(figures, name, path)
-    monkeypatch.setattr(figures, "FIGURES", {"ppo": figures.Figure("ppo__*.csv")})
+    monkeypatch.setattr(figures, "FIGURES", {"ppo": figures.Figure("ppo/CartPole-v1")})
+
+    def change(path: Path, old: str, new: str) -> None:
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new, 1))
 
     def check() -> int:
         monkeypatch.setattr(sys, "argv", ["figures.py", "--check"])
@@ -293,9 +358,15 @@ def test_a_picture_is_out_of_date_when_its_data_have_changed(tmp_path, monkeypat
     assert check() == 1 and "ppo" in capsys.readouterr().out  # there is none
     figures.draw("ppo")
     assert check() == 0 and cv2.imread(str(tmp_path / "ppo.png")).std() > 5
-    data.write_text(data.read_text().replace("500", "499"))
-    assert check() == 1
-    figures.draw("ppo")
+    change(tables[0], "a2c,CartPole", "a2c,CartPolo")  # another cell
+    change(tables[0], "python algos/ppo.py", "python algos/ppo2.py")  # nothing that is drawn
+    assert check() == 0
+    for path in tables:
+        start = re.search(r"ppo,CartPole-v1,.*,500,", path.read_text())[0]
+        change(path, start, start.replace(",500,", ",499,", 1))
+        assert check() == 1
+        figures.draw("ppo")
+        assert check() == 0
     shutil.copy(tmp_path / "ppo.png", tmp_path / "another.png")
     assert check() == 1 and "another" in capsys.readouterr().out
 

@@ -155,6 +155,8 @@ def test_evaluate_prints_all_statistics(script, capsys):
     told = json.loads(numbers)  # for programs
     names = "return_mean return_std return_min return_max discounted_return_mean length_mean termination_rate"
     assert {"step", "episodes", *(f"eval/{name}" for name in names.split())} <= told.keys()
+    returns = np.array(told["returns"])
+    assert len(returns) == 3 and returns.mean() == pytest.approx(told["eval/return_mean"])
     assert told["episodes"] == 3 and "eval/success_rate" not in told  # the walk knows no success
     start = f"step {told['step']:,}  return {told['eval/return_mean']:.1f} ± {told['eval/return_std']:.1f} ("
     assert line.startswith(start) and "success" not in line and len(line) < 100

@@ -46,8 +46,9 @@ def main():
     fresh = {"scale": 2, "offset": 0, "pace": 0.1, **words, "step": 0, "sum": 0.0}
     state = json.loads((Path(old) / "checkpoint.pt").read_text()) if old else fresh
     if "evaluate" in words:
+        n = int(words["eval-episodes"])
         told = {f"eval/return_{x}": state["sum"] for x in ("mean", "std", "min", "max")}
-        print(json.dumps(told | dict(step=state["step"], episodes=int(words["eval-episodes"]))))
+        print(json.dumps(told | dict(step=state["step"], episodes=n, returns=n * [state["sum"]])))
         return
     folder = Path(old or words["run-dir"])
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,11 +128,11 @@ def starts(folder: Path) -> list[list[int]]:
     return [[x["step"] for x in json.loads(path.read_text())] for path in folder.rglob("environment.json")]
 
 
-def table(folder: Path) -> list[dict]:
-    """The rows of the results, without what a clock measured."""
-    (path,) = folder.glob("results/*.csv")
+def tables(folder: Path) -> list[list[dict]]:
+    """Runs and evaluations, without what a clock measured."""
     clocks = dict(wall_time="", steps_per_second="")
-    return [row | clocks | {"command": row["command"].replace(str(folder), "")} for row in read(path)]
+    clean = lambda row: row | clocks | {"command": row.get("command", "").replace(str(folder), "")}
+    return [[clean(row) for row in read(folder / f"results/{name}.csv")] for name in ("runs", "evaluations")]
 
 
 @pytest.mark.cluster
@@ -145,7 +146,7 @@ def test_a_cluster_that_loses_a_machine_loses_no_run(cluster, tmp_path):
     text = child.communicate(timeout=240)[0]
     cluster.add_node(num_cpus=2)
     assert child.returncode == 0 and "walk-slow Walk-v0 12 | 12 " in text, text
-    assert table(there) == table(here) and len(table(there)) == 12 * (13 + 1)
+    assert tables(there) == tables(here) and [len(x) for x in tables(there)] == [12, 12 * 13]
     assert all(began == [0] for began in starts(here))
     again = [began for began in starts(there) if len(began) > 1]
     assert 1 <= len(again) <= 2 and any(1 <= began[1] < 12 for began in again), starts(there)
@@ -162,19 +163,19 @@ def test_what_a_stopped_program_had_done_on_a_cluster_came_home(cluster, tmp_pat
     assert child.returncode == 143 and len(before) == 4 and max(before.values()) < 12, before
     call("run.py", *words, "--jobs", 6)
     began = sorted(start[1] for start in starts(tmp_path) if len(start) > 1)
-    assert began == sorted(before.values()) and len(table(tmp_path / "runs")) == 6 * 14
+    assert began == sorted(before.values()) and [len(x) for x in tables(tmp_path / "runs")] == [6, 6 * 13]
 
 
 @pytest.mark.cluster
 def test_a_cluster_trains_a_script_to_the_same_table(cluster, tmp_path):
     words = ["--script", ALGOS / "q_learning.py", "--env-id", "FrozenLake-v1", "--steps", 20_000]
     words += ["--seeds", 1, "--final-episodes", 3]
-    tables = []
+    found = []
     for options in (["--jobs", 2], ["--engine", "ray", "--address", cluster.address]):
         folder = tmp_path / options[0]
         call("run.py", *words, *options, "--runs", folder / "runs", "--results", folder / "results")
-        tables.append(table(folder))
-    assert tables[0] == tables[1] and len(tables[0]) == 3 + 1
+        found.append(tables(folder))
+    assert found[0] == found[1] and [len(x) for x in found[0]] == [1, 3]
 
 
 def highest_and_lowest(spaces: dict) -> list[dict]:
