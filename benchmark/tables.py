@@ -54,13 +54,13 @@ def finals() -> dict[tuple, list[float]]:
     return found
 
 
-def measured(algo: str, ablations: bool) -> list[tuple]:
-    """(title, cell, final means) of the algorithm's cells, each once, with or without those of ablations."""
+def scored(algo: str, ablations: bool) -> list[tuple]:
+    """(title, cell, final means) of the algorithm's cells, each once, with or without those of ablations.
+    There are no means if a cell was not run."""
     suites = [name for name in SUITES if name != "smoke" and (ablations or not name.endswith("_ablation"))]
     cells = dict.fromkeys(cell for name in suites for cell in SUITES[name] if cell.algo == algo)
     title = lambda cell: f"{cell.env_id.rpartition(':')[2]} {cell.variant.replace('_', ' ')}".strip()
-    scores_of = lambda cell: finals().get((cell.name, cell.env_id, cell.steps))
-    return [(title(cell), cell, scores) for cell in cells if (scores := scores_of(cell))]
+    return [(title(cell), cell, finals().get((cell.name, cell.env_id, cell.steps), [])) for cell in cells]
 
 
 def number(score: float, mean: float) -> str:
@@ -69,7 +69,7 @@ def number(score: float, mean: float) -> str:
 
 def first_result(algo: str) -> tuple[str, str]:
     """A result in the first environment and how many bars are reached, ablations aside, for the README."""
-    found = measured(algo, ablations=False)
+    found = [row for row in scored(algo, ablations=False) if row[2]]
     judged = [passes(scores, cell.bar) for _, cell, scores in found if cell.bar is not None]
     if not found:
         return "–", "–"
@@ -85,7 +85,11 @@ def results_table(algo: str) -> str:
         "| environment | steps | seeds | mean ± std | IQM, 95% interval | bar | reached by | published |"
     ]
     lines.append("|---" * 8 + "|")
-    for title, cell, scores in measured(algo, ablations=True):
+    waiting = []
+    for title, cell, scores in scored(algo, ablations=True):
+        if not scores:
+            waiting.append(f"{title} ({short(cell.steps)} steps)")
+            continue
         mean, bar = statistics.mean(scores), "– | –"
         show = lambda score, mean=mean: number(score, mean)
         ours = f"{show(mean)} | –"
@@ -98,6 +102,8 @@ def results_table(algo: str) -> str:
             bar = f"{cell.bar:g} | {sum(x >= cell.bar for x in scores)} of {len(scores)} {mark}"
         published = PUBLISHED.get((cell.name, cell.env_id), "–")
         lines.append(f"| {title} | {short(cell.steps)} | {len(scores)} | {ours} | {bar} | {published} |")
+    if waiting:
+        lines += ["", f"In `benchmark/suites.py`, but not run: {', '.join(waiting)}."]
     return "\n".join(lines)
 
 
