@@ -98,9 +98,9 @@ def save(figure, title: str, out: Path, legend: dict) -> None:
     figure.savefig(out)
     plt.close(figure)
     if out.suffix == ".png":  # with 256 colors it is a third as large
+        near = dict(method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
         with Image.open(out) as picture:
-            few = picture.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
-            few.save(out, optimize=True, dpi=picture.info["dpi"])
+            picture.convert("RGB").quantize(**near).save(out, optimize=True, dpi=picture.info["dpi"])
     print(out)
 
 
