@@ -1,6 +1,7 @@
-"""Trains algos/bc.py on few and many episodes that the expert labels, and draws the returns.
+"""Trains algos/bc.py on few and many episodes that the expert labels.
 
-    python benchmark/bc_episodes.py --out docs/img/bc_episodes.png
+    python benchmark/bc_episodes.py
+    python benchmark/figures.py bc_episodes
 
 DAgger: the expert plays one of them and answers in the others, the learner's, in up to four iterations. Rows
 go to benchmark/results/bc_episodes.csv; what is there is not trained again. docs/bc.md tells of the experts.
@@ -10,8 +11,6 @@ import argparse
 import shutil
 from pathlib import Path
 
-import numpy as np
-from plot import COLOURS, STYLE, make_panels, plt
 from run import ROOT, load_script
 
 EXPERTS = {"CartPole-v1": ("ppo", 2_000), "Pendulum-v1": ("sac", 5_000)}
@@ -37,9 +36,8 @@ def train(bc, env_id: str, method: str, episodes: int, seed: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    args, bc, rows = parser.parse_args(), load_script("bc"), {}
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    bc, rows = load_script("bc"), {}
     if TABLE.exists():
         table = [line.split(",") for line in TABLE.read_text().splitlines()[1:]]
         rows = {(*key,): float(x) for *key, x in table}
@@ -52,19 +50,6 @@ def main() -> None:
                 rows[key] = train(bc, env_id, method, episodes, seed)
             lines = [f"{','.join(key)},{x:.2f}" for key, x in rows.items()]
             TABLE.write_text("\n".join(["env_id,method,episodes,seed,return_mean", *lines, ""]))
-    plt.rcParams.update(STYLE)
-    figure, panels = make_panels(2)
-    for axes, env_id in zip(panels, EXPERTS, strict=True):
-        axes.axhline(rows[env_id, "expert", "", ""], color="black", linestyle=":", label="expert")
-        for (method, ticks), colour in zip(EPISODES.items(), COLOURS, strict=False):
-            scores = np.array([[rows[env_id, method, str(n), str(seed)] for seed in SEEDS] for n in ticks])
-            axes.plot(ticks, scores.mean(1), "o-", color=colour, label=method)
-            axes.fill_between(ticks, scores.min(1), scores.max(1), color=colour, alpha=0.2)
-        axes.set(title=env_id, xlabel="episodes labelled by the expert", ylabel="return", xscale="log")
-        axes.set_xticks((1, 2, 5, 17), (1, 2, 5, 17))
-        axes.minorticks_off()
-    axes.legend()
-    figure.savefig(args.out)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 import numpy as np
-from plot import COLOURS, STYLE, make_panels, plt
+from plot import COLOURS, STYLE, make_panels, plt, save
 from run import ROOT, load_script
 
 SIDES = ("sac", "sac-caps")
@@ -75,7 +75,7 @@ def main() -> None:
     (plain, caps), (return_plain, return_caps) = mean(3), mean(4)
     print(f"smoothness measure {plain:.4f} without CAPS, {caps:.4f} with it: {1 - caps / plain:.0%} less")
     print(f"return {return_plain:.1f} without CAPS, {return_caps:.1f} with it ({EPISODES} episodes a seed)")
-    figure.savefig(args.out)
+    save(figure, "", args.out, {})
 
 
 if __name__ == "__main__":

@@ -4,14 +4,14 @@
     python benchmark/figures.py ppo family        draws these
     python benchmark/figures.py --check           draws nothing; exit code 1 if a picture is out of date
 
-docs/img/figures.json remembers the data of each picture, as a checksum. Some pictures need more than their
-data, such as run folders or a training of their own: these are drawn only if they are named. Films are made
-elsewhere (benchmark/README.md).
+docs/img/figures.json remembers the data of each picture, as a checksum. Some pictures need run folders too:
+these are drawn only if they are named. Films are made elsewhere (benchmark/README.md).
 """
 
 import argparse
 import hashlib
 import json
+import math
 import shlex
 import statistics
 import subprocess
@@ -22,13 +22,148 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from plot import COLOURS, STYLE, draw_cells, make_panels, plt, save
-from run import ROOT, read_cells, short
-from suites import MEMORIES
+from matplotlib import ticker
+from plot import (
+    COLOURS, STYLE, draw_cells, make_panels, mean, on_one_grid, plt, save, stratified_bootstrap,
+)  # fmt: skip
+from run import ROOT, read_cells, rows_of, short
+from speed import OURS, SB3
+from suites import HIDDEN, MEMORIES
+from time_to_bar import RACES
+from visits import STEPS
 
 RESULTS, PICTURES = ROOT / "benchmark/results", ROOT / "docs/img"
 KNOWN = PICTURES / "figures.json"
 DRAWN = "algo env_id total_timesteps seed step return_mean final_return_mean".split()  # columns
+
+
+# --------------------------------------------------------------------------------------------- drawings
+def series(rows: list[dict], *names: str) -> dict:
+    """Rows by their values in these columns, in the order of the file."""
+    found = defaultdict(list)
+    for row in rows:
+        found[tuple(row[name] for name in names)].append(row)
+    return found
+
+
+def floats(rows: list[dict], name: str) -> np.ndarray:
+    return np.array([float(row[name]) for row in rows])
+
+
+def time_to_bar(rows: list[dict], out: Path) -> None:
+    """A line for each cell: dots are seeds, strokes their medians; one that never passed only counts."""
+    cells = [cell for cell in RACES if any(row["cell"] == cell for row in rows)]
+    figure, axes = plt.subplots(figsize=(9, 0.42 * len(cells) + 1.4))
+    legend, sides = {}, series(rows, "cell", "library")
+    for line, cell in enumerate(reversed(cells)):
+        for library, shift, colour in ((OURS, 0.15, COLOURS[0]), (SB3, -0.15, COLOURS[1])):
+            found = sides[cell, library]
+            seconds = [float(row["seconds"]) for row in found if row["seconds"]]
+            axes.plot(seconds, [line + shift] * len(seconds), "o", color=colour, alpha=0.6, markersize=5)
+            median = statistics.median([float(row["seconds"] or "inf") for row in found] or [math.inf])
+            if median < math.inf:
+                axes.plot([median], [line + shift], "|", color=colour, markersize=14, mew=3)
+            if len(seconds) < len(found):
+                end = max(float(row["trained_seconds"]) for row in found)
+                text = f"{len(seconds)} of {len(found)} passed within {end:.0f} s"
+                axes.plot([end], [line + shift], alpha=0)  # nothing to see, but the axis reaches so far
+                beside = axes.get_yaxis_transform()  # x in widths of the picture, y in lines
+                axes.text(1.01, line + shift, text, va="center", fontsize=8, color=colour, transform=beside)
+            legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
+    labels = [f"{cell.replace(HIDDEN, '')} to {RACES[cell].bar:g}" for cell in reversed(cells)]
+    axes.set_yticks(range(len(cells)), labels)
+    axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
+    axes.set_ylim(-0.6, len(cells) - 0.4)
+    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
+    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
+    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
+    save(figure, "Time until the policy is good, each with its own best settings", out, legend)
+
+
+def bc_episodes(rows: list[dict], out: Path) -> None:
+    """Mean over the seeds, from the least to the best, against the episodes that the expert labels."""
+    env_ids, points = series(rows, "env_id"), series(rows, "env_id", "method", "episodes")
+    figure, panels = make_panels(len(env_ids))
+    for axes, (env_id,) in zip(panels, env_ids, strict=True):
+        ((_, expert),) = [(key, found) for key, found in points.items() if key[:2] == (env_id, "expert")]
+        axes.axhline(float(expert[0]["return_mean"]), color="black", linestyle=":", label="expert")
+        for method, colour in zip(("behavioral cloning", "DAgger"), COLOURS, strict=False):
+            own = {
+                int(n): found for (env, name, n), found in points.items() if (env, name) == (env_id, method)
+            }
+            scores = np.array([floats(found, "return_mean") for found in own.values()])
+            axes.plot(list(own), scores.mean(1), "o-", color=colour, label=method)
+            axes.fill_between(list(own), scores.min(1), scores.max(1), color=colour, alpha=0.2)
+        axes.set(title=env_id, xlabel="episodes labelled by the expert", ylabel="return", xscale="log")
+        axes.set_xticks((1, 2, 5, 17), (1, 2, 5, 17))
+        axes.minorticks_off()
+    axes.legend()
+    save(figure, "", out, {})
+
+
+def visits(rows: list[dict], out: Path) -> None:
+    """Counts of the places in four quarters of a training, a line for each training."""
+    trainings, quarters = series(rows, "env_id", "algo"), [name for name in rows[0] if "quarter" in name]
+    with plt.rc_context({"axes.grid": False}):
+        figure, grid = plt.subplots(len(trainings), len(quarters), figsize=(9, 7.5), squeeze=False)
+    for line, ((env_id, algo), places) in zip(grid, trainings.items(), strict=True):
+        shape = [int(places[-1][name]) + 1 for name in ("row", "column")]
+        counts = np.array([floats(places, name).reshape(shape) for name in quarters])
+        seen = (counts.cumsum(0) > 0).sum((1, 2))
+        for quarter, axes in enumerate(line):
+            picture = np.where(counts[quarter] > 0, np.log10(counts[quarter].clip(1)), np.nan)
+            axes.imshow(picture, cmap="viridis_r", vmin=0, aspect="auto", origin="upper")
+            axes.set(xticks=[], yticks=[])
+            end = short(STEPS[env_id] * (quarter + 1) / len(quarters))
+            axes.set_title(f"to step {end}: {seen[quarter]} places", fontsize=9)
+        line[0].set_ylabel(f"{algo}\n{env_id.rpartition(':')[2]}", fontsize=9)
+    save(figure, "States visited in each quarter of a training (darker: more often)", out, {})
+
+
+def cliff(rows: list[dict], out: Path) -> None:
+    """Returns of SARSA and Q-learning while they learn, mean over the seeds and ten episodes."""
+    figure, (axes,) = make_panels(1)
+    for ((rule,), found), colour in zip(series(rows, "update_rule").items(), COLOURS, strict=False):
+        smooth = np.convolve(floats(found, "return_mean"), np.ones(10) / 10, mode="valid")
+        label = "SARSA" if rule == "sarsa" else "Q-learning"
+        axes.plot(np.arange(len(smooth)) + 5.5, smooth, color=colour, label=label)
+    axes.axhline(-13, color="black", linestyle=":", linewidth=1.3, label="best possible")
+    title = f"CliffWalking-v1, epsilon 0.1; mean of {rows[0]['seeds']} seeds and 10 episodes"
+    axes.set(title=title, ylim=(-100, -5), xlabel="episode", ylabel="return while learning")
+    axes.legend(fontsize=9)
+    save(figure, "", out, {})
+
+
+def taxi_masks(rows: list[dict], out: Path) -> None:
+    """Returns of the greedy policy with masks of legal actions and without: mean and range of the seeds."""
+    figure, (axes,) = make_panels(1)
+    for ((masks,), found), colour in zip(series(rows, "masks").items(), COLOURS, strict=False):
+        seeds = series(found, "seed").values()
+        returns, steps = np.array([floats(seed, "eval_return_mean") for seed in seeds]), series(found, "step")
+        steps = [int(step) for (step,) in steps]
+        label = "with masks" if masks == "True" else "without"
+        axes.plot(steps, returns.mean(axis=0), color=colour, label=label)
+        axes.fill_between(steps, returns.min(axis=0), returns.max(axis=0), color=colour, alpha=0.18, lw=0)
+    title = f"Q-learning on Taxi-v4; mean and range of {len(seeds)} seeds"
+    axes.set(title=title, xlabel="environment steps", ylabel="return of the greedy policy")
+    axes.xaxis.set_major_formatter(short)
+    axes.legend(fontsize=9)
+    save(figure, "", out, {})
+
+
+def processes(rows: list[dict], out: Path) -> None:
+    """Learning in one process and in two: mean over the seeds, and its bootstrap intervals over them."""
+    figure, axes = plt.subplots(figsize=(6.5, 3.6))
+    for ((count,), found), colour in zip(sorted(series(rows, "processes").items()), COLOURS, strict=False):
+        seeds = series(found, "seed").values()
+        steps, values = on_one_grid([(floats(x, "step"), floats(x, "eval_return_mean")) for x in seeds])
+        middle, low, high = stratified_bootstrap([values], mean)
+        name = f"{count} process{'es' * (count != '1')} × {8 // int(count)} environments"
+        axes.plot(steps, middle, color=colour, label=f"{name}, {len(seeds)} seeds")
+        axes.fill_between(steps, low, high, color=colour, alpha=0.2, linewidth=0)
+    axes.set(xlabel="environment steps", ylabel="evaluation return", title="CartPole-v1")
+    axes.legend(loc="lower right")
+    save(figure, "", out, {})
 
 
 def draw_meta(_, evaluations: list[dict], out: Path) -> None:
@@ -75,11 +210,12 @@ def draw_t_maze(runs: list[dict], _, out: Path) -> None:
     save(figure, "T-maze after 60,000 steps: seeds and their mean", out, legend)
 
 
+# --------------------------------------------------------------------------------------------- pictures
 class Figure(NamedTuple):
-    data: str  # patterns of cells, as those of plot.py; of a command: a file in benchmark/results
-    draw: Callable = draw_cells  # from the runs and evaluations of the cells
+    data: str  # patterns of cells, as those of plot.py, or a CSV file in benchmark/results
+    draw: Callable = draw_cells  # of the cells' runs and evaluations, or of the rows of the file
     skip_steps: int | None = None
-    command: str = ""  # that draws it, if it is not drawn from cells
+    command: str = ""  # that draws it
     needs: str = ""  # what else it is drawn from
 
 
@@ -118,9 +254,14 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "pearl_maml": Figure(of("pearl maml", "PointRobot-v0"), draw_meta),
     "doors": Figure("ppo_lstm-masks/*:Doors-v0 ppo_lstm-no_masks/*:Doors-v0"),
     "t_maze": Figure("ppo*:TMaze-v0", draw_t_maze),
-    # not of cells
-    "time_to_bar": Figure("time_to_bar.csv", command="time_to_bar.py --draw {out}"),
-    "bc_episodes": Figure("bc_episodes.csv", command="bc_episodes.py --out {out}"),
+    # of other tables
+    "time_to_bar": Figure("time_to_bar.csv", time_to_bar),
+    "bc_episodes": Figure("bc_episodes.csv", bc_episodes),
+    "visits": Figure("visits.csv", visits),
+    "cliff": Figure("cliff.csv", cliff),
+    "taxi_masks": Figure("taxi_masks.csv", taxi_masks),
+    "processes": Figure("processes.csv", processes),
+    # of run folders, too
     "maml_paths": Figure(
         "maml_steps.csv", command="maml_paths.py --out {out}", needs="the run folders of the suite maml"
     ),
@@ -130,28 +271,25 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
         command="posterior.py benchmark/runs/pearl__SparsePointRobot-v0__400000/1 --task 7 --out {out}",
         needs="a run folder of the suite pearl",
     ),
-    "visits": Figure("", command="visits.py --out {out}", needs="trainings, a minute"),
-    "cliff": Figure("cliff.csv", command="q_table.py --cliff {out}", needs="trainings, minutes"),
-    "taxi_masks": Figure("taxi_masks.csv", command="q_table.py --taxi {out}", needs="trainings, minutes"),
-    "processes": Figure(
-        "processes.csv", command="processes.py curves", needs="trainings in two processes, minutes"
-    ),
 }
 
 
-def cells_of(figure: Figure) -> tuple[list[dict], list[dict]]:
+def tables_of(figure: Figure) -> tuple[list[dict], ...]:
+    """Rows of its file, or the runs and the evaluations of its cells."""
+    if figure.data.endswith(".csv"):
+        return (rows_of(RESULTS / figure.data),)
     return read_cells(RESULTS, figure.data.split(), figure.skip_steps)
 
 
 def checksum(figure: Figure) -> str:
     """Of what is drawn: of the rows of its cells, or of its file."""
     digest = hashlib.sha256()
-    if not figure.command:
-        for row in (row for table in cells_of(figure) for row in table):
-            digest.update(",".join(row.get(name, "") for name in DRAWN).encode() + b"\n")
-    elif figure.data:
+    if figure.data.endswith(".csv"):
         content = (RESULTS / figure.data).read_bytes().replace(b"\r\n", b"\n")
         digest.update(figure.data.encode() + b"\n" + content)
+    elif figure.data:
+        for row in (row for table in tables_of(figure) for row in table):
+            digest.update(",".join(row.get(name, "") for name in DRAWN).encode() + b"\n")
     return digest.hexdigest()[:16]
 
 
@@ -172,8 +310,8 @@ def draw(name: str) -> None:
         program, *words = shlex.split(figure.command.replace("{out}", shlex.quote(str(out))))
         subprocess.run([sys.executable, str(ROOT / "benchmark" / program), *words], cwd=ROOT, check=True)
     else:
-        plt.rcParams.update(STYLE)
-        figure.draw(*cells_of(figure), out)
+        with plt.rc_context(STYLE):
+            figure.draw(*tables_of(figure), out)
     KNOWN.write_text(json.dumps(known() | {name: checksum(figure)}, indent=1, sort_keys=True) + "\n")
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plot import COLOURS, STYLE, make_panels, plt
+from plot import COLOURS, STYLE, make_panels, plt, save
 from run import ROOT, load_script
 from suites import SUITES
 
@@ -100,7 +100,7 @@ def main() -> None:
         title=f"{FAMILY}, 100 goals", xlabel="inner steps", ylabel="return", xticks=range(len(names))
     )
     panels[3].legend()
-    figure.savefig(args.out)
+    save(figure, "", args.out, {})
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
+from PIL import Image
 from run import ROOT, iqm, read_cells, short
 from suites import SUITES
 
@@ -86,8 +87,9 @@ def colours(names: list[str]) -> dict:
 
 
 def save(figure, title: str, out: Path, legend: dict) -> None:
-    """Writes the picture, with a legend {label: line} below all panels if there is one."""
-    figure.suptitle(title, fontsize=11)
+    """Writes the picture, with a title and a legend {label: line} below all panels if there are such."""
+    if title:
+        figure.suptitle(title, fontsize=11)
     if legend:
         fit = int(11 * figure.get_figwidth() / (max(map(len, legend)) + 8))  # eleven letters in an inch
         columns = max(1, min(4, len(legend), fit))
@@ -95,6 +97,10 @@ def save(figure, title: str, out: Path, legend: dict) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(out)
     plt.close(figure)
+    if out.suffix == ".png":  # with 256 colors it is a third as large
+        near = dict(method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
+        with Image.open(out) as picture:
+            picture.convert("RGB").quantize(**near).save(out, optimize=True, dpi=picture.info["dpi"])
     print(out)
 
 

@@ -1,13 +1,14 @@
-"""Draws what algos/q_learning.py has learned, the cliff of Sutton and Barto 2018, and what masks save.
+"""Draws what algos/q_learning.py learned; measures the cliff of Sutton and Barto 2018 and what masks save.
 
     python benchmark/q_table.py --run runs/FrozenLake-v1/q_learning/1-20270131-120000
-    python benchmark/q_table.py --cliff docs/img/cliff.png
-    python benchmark/q_table.py --taxi docs/img/taxi_masks.png
+    python benchmark/q_table.py --cliff
+    python benchmark/q_table.py --taxi
+    python benchmark/figures.py cliff taxi_masks
 
 --run writes RUN/plots/values.png, the value max_a Q(s, a) of each state, and RUN/plots/policy.png, the action
-of that value. --cliff trains SARSA and Q-learning with epsilon 0.1, and draws the return of each episode
-while they learn; its numbers are in benchmark/results/cliff.csv. --taxi trains on Taxi-v4 with and without
-its masks of legal actions, and draws the return of the greedy policy; benchmark/results/taxi_masks.csv.
+of that value. --cliff trains SARSA and Q-learning with epsilon 0.1, and writes the return of each episode
+while they learn to benchmark/results/cliff.csv. --taxi trains on Taxi-v4 with and without its masks of legal
+actions, and writes the return of the greedy policy to benchmark/results/taxi_masks.csv.
 """
 
 import argparse
@@ -22,8 +23,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
-from plot import COLOURS, STYLE, make_panels, plt
-from run import ROOT, load_script, short
+from plot import COLOURS, STYLE, make_panels, plt, save
+from run import ROOT, load_script
 
 WORLDS = {  # a symbol for each action, and the grid of the states where they are numbers alone
     "FrozenLake": ("←↓→↑", lambda world: world.desc.shape),
@@ -66,7 +67,6 @@ def draw_table(run: Path) -> None:
     symbols, grid = next(known, (list(map(str, range(count))), None))
     colours = ListedColormap([COLOURS[i % len(COLOURS)] for i in range(count)])
     values, actions = (np.where(seen, x, np.nan) for x in (q_values.max(axis=1), q_values.argmax(axis=1)))
-    (run / "plots").mkdir(exist_ok=True)
     for what, numbers, label, style in (
         ("values", values, "max$_a$ Q(s, a)", dict(vmin=np.nanmin(values), vmax=np.nanmax(values))),
         ("policy", actions, "action of the largest Q(s, a)", dict(cmap=colours, vmin=-0.5, vmax=count - 0.5)),
@@ -85,10 +85,8 @@ def draw_table(run: Path) -> None:
         bar = figure.colorbar(image, ax=panels)
         if what == "policy":
             bar.set_ticks(range(count), labels=list(symbols))
-        figure.suptitle(f"{args['env_id']}, {args['update_rule']}\n{label}", fontsize=10)
-        figure.savefig(run / "plots" / f"{what}.png")
-        plt.close(figure)
-        print(run / "plots" / f"{what}.png")
+        title = f"{args['env_id']}, {args['update_rule']}\n{label}"
+        save(figure, title, run / "plots" / f"{what}.png", {})
 
 
 # ------------------------------------------------------------------------------------------------- the cliff
@@ -112,25 +110,16 @@ def episode_returns(rule: str, seed: int) -> list[float]:
     return returns[:EPISODES]
 
 
-def draw_cliff(out: Path) -> None:
-    figure, (axes,) = make_panels(1)
+def measure_cliff() -> None:
     with (ROOT / "benchmark/results/cliff.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["update_rule", "episode", "seeds", "return_mean", "return_std"])
-        for rule, label, colour in (("sarsa", "SARSA", COLOURS[0]), ("q_learning", "Q-learning", COLOURS[1])):
+        for rule in ("sarsa", "q_learning"):
             returns = [episode_returns(rule, seed) for seed in range(1, SEEDS + 1)]
             mean, std = np.mean(returns, axis=0), np.std(returns, axis=0)
             for i in range(EPISODES):
                 table.writerow([rule, i + 1, SEEDS, round(mean[i], 3), round(std[i], 3)])
-            smooth = np.convolve(mean, np.ones(10) / 10, mode="valid")
-            axes.plot(np.arange(len(smooth)) + 5.5, smooth, color=colour, label=label)
-            print(f"{label}: mean return of the last 100 episodes {mean[-100:].mean():.1f}")
-    axes.axhline(-13, color="black", linestyle=":", linewidth=1.3, label="best possible")
-    title = f"CliffWalking-v1, epsilon 0.1; mean of {SEEDS} seeds and 10 episodes"
-    axes.set(title=title, ylim=(-100, -5), xlabel="episode", ylabel="return while learning")
-    axes.legend(fontsize=9)
-    figure.savefig(out)
-    print(out)
+            print(f"{rule}: mean return of the last 100 episodes {mean[-100:].mean():.1f}")
 
 
 # ----------------------------------------------------------------------------------------------------- masks
@@ -160,45 +149,32 @@ def greedy_returns(env_id: str, seed: int) -> list[tuple[int, float]]:
     return [(row["step"], row["eval/return_mean"]) for row in rows if "eval/return_mean" in row]
 
 
-def draw_taxi(out: Path) -> None:
+def measure_taxi() -> None:
     gym.register("Unmasked-v0", Unmasked)
-    figure, (axes,) = make_panels(1)
     with (ROOT / "benchmark/results/taxi_masks.csv").open("w", newline="") as file:
         table = csv.writer(file)
         table.writerow(["masks", "seed", "step", "eval_return_mean"])
-        for env_id, label, colour in (
-            ("Taxi-v4", "with masks", COLOURS[0]),
-            ("Unmasked-v0", "without", COLOURS[1]),
-        ):
+        for env_id, label in (("Taxi-v4", "with masks"), ("Unmasked-v0", "without")):
             curves = [greedy_returns(env_id, seed) for seed in range(1, TAXI_SEEDS + 1)]
             for seed, curve in enumerate(curves, start=1):
                 table.writerows([env_id == "Taxi-v4", seed, step, round(score, 3)] for step, score in curve)
-            steps, returns = np.array(curves[0])[:, 0], np.array(curves)[..., 1]  # (seeds, points)
-            axes.plot(steps, returns.mean(axis=0), color=colour, label=label)
-            axes.fill_between(steps, returns.min(axis=0), returns.max(axis=0), color=colour, alpha=0.18, lw=0)
             reach = [next(step for step, score in curve if score >= 7) for curve in curves]
             print(f"{label}: a return of 7 after {np.median(reach):,.0f} steps (median of the seeds)")
-    title = f"Q-learning on Taxi-v4; mean and range of {TAXI_SEEDS} seeds"
-    axes.set(title=title, xlabel="environment steps", ylabel="return of the greedy policy")
-    axes.xaxis.set_major_formatter(short)
-    axes.legend(fontsize=9)
-    figure.savefig(out)
-    print(out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--run", type=Path, help="run folder of q_learning.py")
-    what.add_argument("--cliff", type=Path, help="picture to write (.png, .svg, .pdf)")
-    what.add_argument("--taxi", type=Path, help="picture to write (.png, .svg, .pdf)")
+    what.add_argument("--cliff", action="store_true", help="SARSA against Q-learning")
+    what.add_argument("--taxi", action="store_true", help="with and without masks of legal actions")
     args = parser.parse_args()
-    plt.rcParams.update(STYLE)
     if args.cliff:
-        draw_cliff(args.cliff)
+        measure_cliff()
     elif args.taxi:
-        draw_taxi(args.taxi)
+        measure_taxi()
     else:
+        plt.rcParams.update(STYLE)
         draw_table(args.run)
 
 

@@ -234,7 +234,7 @@ SUITES = {
         Cell("rainbow", "MountainCar-v0", 120_000, seeds=10, bar=-115),
     ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
-    # benchmark/visits.py draws what is visited.
+    # benchmark/visits.py counts what is visited.
     "ppo_rnd": [
         Cell("ppo_rnd", "MountainCar-v0", 500_000, seeds=10, bar=-130),
         Cell("ppo_rnd", f"{HIDDEN}SparseGrid-v0", 100_000, 10, 1.0, (*GRID, "--predictor-lr", "1e-3")),

@@ -2,7 +2,7 @@
 tuned settings of RL Baselines3 Zoo: what a user feels.
 
     python benchmark/time_to_bar.py --cells "ppo CartPole-v1" "sac Pendulum-v1" --seeds 3
-    python benchmark/time_to_bar.py --draw docs/img/time_to_bar.png
+    python benchmark/figures.py time_to_bar
 
 Both sides have their own best settings and are scored alike: every so many steps 20 greedy episodes, all at
 once. The clock runs from the start of the process to the first of three scores in a row that reach the bar,
@@ -14,20 +14,16 @@ import argparse
 import importlib
 import json
 import math
-import os
 import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
-from matplotlib import ticker
-from plot import COLOURS, STYLE, plt, save
-from run import ROOT, commit, cpu_name, replace_rows, rows_of
-from speed import OURS, SB3
+from run import ROOT, replace_rows
+from speed import OURS, RESULTS, SB3, failed, gaussian_noise, machine, peer_class, start
 from suites import HIDDEN
 
 COLUMNS = """
@@ -93,33 +89,27 @@ RACES = {
     "pqn LunarLander-v3": Race(200, 50_000),
     "tqc Pendulum-v1": Race(-180, 1_000), "crossq Pendulum-v1": Race(-180, 1_000),
 }  # fmt: skip
-PEERS = {
-    "ddpg_td3": ("stable_baselines3", "TD3"), "trpo": ("sb3_contrib", "TRPO"),
-    "ppo_lstm": ("sb3_contrib", "RecurrentPPO"),
-}  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------------------ both sides
 def measure(words: list[str], bar: float, limit: float) -> dict:
     """Runs a training that prints its scores until it has passed the bar, to its end, or to the limit."""
-    env = {name: x for name, x in os.environ.items() if name not in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, cwd=ROOT)
-    start, passed, lines = time.perf_counter(), [], []
-    with subprocess.Popen([words[0], "-u", *words[1:]], **pipes) as process:
+    begin, passed, lines = time.perf_counter(), [], []
+    with start([words[0], "-u", *words[1:]]) as process:
         for line in process.stdout:
             lines.append(line)
             if score := SCORE.search(line):
                 step, good = int(score[1].replace(",", "")), float(score[2]) >= bar
-                passed = [*passed, (time.perf_counter() - start, step)] if good else []
-            late = not passed and time.perf_counter() - start > limit
+                passed = [*passed, (time.perf_counter() - begin, step)] if good else []
+            late = not passed and time.perf_counter() - begin > limit
             if len(passed) == IN_A_ROW or late:
                 process.kill()
                 break
     if process.returncode > 0:
-        sys.exit(f"time_to_bar.py: exit code {process.returncode} of {' '.join(words)[:200]}\n{lines[-1]}")
+        failed(process, "".join(lines))
     seconds, steps = passed[0] if passed else ("", "")
     versions = next((json.loads(line) for line in lines if line.startswith("{")), {})
-    trained = round(time.perf_counter() - start, 2)
+    trained = round(time.perf_counter() - begin, 2)
     seconds = round(seconds, 2) if passed else ""
     return versions | dict(seconds=seconds, env_steps=steps, solved=bool(passed), trained_seconds=trained)
 
@@ -141,7 +131,6 @@ def run_peer(cell: str, seed: int) -> None:
     """The side of Stable-Baselines3, in a process of its own; prints its scores as our scripts do."""
     from stable_baselines3.common.callbacks import EvalCallback
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.noise import NormalActionNoise
     from stable_baselines3.common.vec_env import VecNormalize
 
     class Scores(EvalCallback):
@@ -154,9 +143,8 @@ def run_peer(cell: str, seed: int) -> None:
     sys.path.append(str(ROOT))  # for benchmark.hidden_envs
     algo, env_id = cell.split()
     race, settings = RACES[cell], dict(RACES[cell].peer)
-    module, name = PEERS.get(algo, ("stable_baselines3", algo.upper()))
-    library = importlib.import_module(module)
-    print(json.dumps(dict(library_version=library.__version__)))
+    make = peer_class(algo)
+    print(json.dumps(dict(library_version=sys.modules[make.__module__.partition(".")[0]].__version__)))
     total, n_envs = settings.pop("total"), settings.pop("n_envs", 1)
     envs = make_vec_env(env_id, n_envs=n_envs, seed=seed)
     judges = make_vec_env(env_id, n_envs=EPISODES, seed=10_000_000)
@@ -166,10 +154,9 @@ def run_peer(cell: str, seed: int) -> None:
         if isinstance(value, dict) and "linear" in value:
             settings[key] = lambda left, start=value["linear"]: start * left
     if noise := settings.pop("noise", None):
-        size = envs.action_space.shape[0]
-        settings["action_noise"] = NormalActionNoise([0.0] * size, [noise] * size)
+        settings["action_noise"] = gaussian_noise(envs, noise)
     policy = "MlpLstmPolicy" if algo == "ppo_lstm" else "MlpPolicy"
-    model = getattr(library, name)(policy, envs, device="cpu", seed=seed, **settings)
+    model = make(policy, envs, device="cpu", seed=seed, **settings)
     judge = Scores(
         judges, eval_freq=race.eval_every // n_envs, n_eval_episodes=EPISODES, verbose=0, warn=False
     )
@@ -182,7 +169,7 @@ def compare(cell: str, args: argparse.Namespace) -> None:
     sides, rows = {OURS: lambda seed: ours(cell, seed, args.limit)}, []
     if RACES[cell].peer:
         sides[SB3] = lambda seed: theirs(cell, seed, args.limit, args.sb3_python)
-    about = dict(cell=cell, bar=RACES[cell].bar, cpu=cpu_name(), cores=os.cpu_count(), git_commit=commit())
+    about = dict(cell=cell, bar=RACES[cell].bar) | machine()
     about |= {name: importlib.import_module(name).__version__ for name in ("torch", "gymnasium")}
     for seed in range(1, args.seeds + 1):
         for library, side in sides.items():
@@ -201,53 +188,17 @@ def compare(cell: str, args: argparse.Namespace) -> None:
         print(f"{cell}: {medians[0]:.1f} s and {medians[1]:.1f} s (medians; inf: never good){ratio}")
 
 
-def draw(rows: list[dict], out: Path) -> None:
-    """A line for each cell: dots are seeds, strokes their medians; one that never passed only counts."""
-    plt.rcParams.update(STYLE)
-    cells = [cell for cell in RACES if any(row["cell"] == cell for row in rows)]
-    figure, axes = plt.subplots(figsize=(9, 0.42 * len(cells) + 1.4))
-    legend = {}
-    for line, cell in enumerate(reversed(cells)):
-        for library, shift, colour in ((OURS, 0.15, COLOURS[0]), (SB3, -0.15, COLOURS[1])):
-            found = [row for row in rows if row["cell"] == cell and row["library"] == library]
-            seconds = [float(row["seconds"]) for row in found if row["seconds"]]
-            axes.plot(seconds, [line + shift] * len(seconds), "o", color=colour, alpha=0.6, markersize=5)
-            median = statistics.median([float(row["seconds"] or "inf") for row in found] or [math.inf])
-            if median < math.inf:
-                axes.plot([median], [line + shift], "|", color=colour, markersize=14, mew=3)
-            if len(seconds) < len(found):
-                end = max(float(row["trained_seconds"]) for row in found)
-                text = f"{len(seconds)} of {len(found)} passed within {end:.0f} s"
-                axes.plot([end], [line + shift], alpha=0)  # nothing to see, but the axis reaches so far
-                beside = axes.get_yaxis_transform()  # x in widths of the picture, y in lines
-                axes.text(1.01, line + shift, text, va="center", fontsize=8, color=colour, transform=beside)
-            legend[library] = plt.Line2D([], [], color=colour, marker="o", linestyle="")
-    labels = [f"{cell.replace(HIDDEN, '')} to {RACES[cell].bar:g}" for cell in reversed(cells)]
-    axes.set_yticks(range(len(cells)), labels)
-    axes.set(xscale="log", xlabel="seconds from the command, two cores (logarithmic)")
-    axes.set_ylim(-0.6, len(cells) - 0.4)
-    axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 2, 5)))
-    axes.xaxis.set_major_formatter(ticker.FormatStrFormatter("%g"))
-    axes.xaxis.set_minor_formatter(ticker.NullFormatter())
-    save(figure, "Time until the policy is good, each with its own best settings", out, legend)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--cells", nargs="+", choices=RACES, default=list(RACES), help="what to measure")
     parser.add_argument("--seeds", type=int, default=3, help="seeds 1 to N on each side")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds after which a side gives up")
     parser.add_argument("--sb3-python", default=sys.executable, help="interpreter with Stable-Baselines3")
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "benchmark/results/time_to_bar.csv", help="the CSV"
-    )
-    parser.add_argument("--draw", type=Path, help="measure nothing; draw what the CSV has")
+    parser.add_argument("--out", type=Path, default=RESULTS / "time_to_bar.csv", help="the CSV")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)  # in the process of the peer
     args = parser.parse_args()
     if args.peer:
         run_peer(args.peer[0], int(args.peer[1]))
-    elif args.draw:
-        draw(rows_of(args.out), args.draw)
     else:
         for cell in args.cells:
             compare(cell, args)

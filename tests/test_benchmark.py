@@ -14,6 +14,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from PIL import Image
 from conftest import ALGOS, ROOT, fork, load_script, wait
 
 BENCHMARK = ROOT / "benchmark"
@@ -316,7 +317,7 @@ def test_the_time_to_the_bar_ends_when_three_scores_in_a_row_reach_it(tmp_path):
 
 @pytest.mark.long
 def test_time_to_the_bar_is_measured_and_drawn(tmp_path):
-    race = tool("time_to_bar")
+    race, figures = tool("time_to_bar"), tool("figures")
     for cell in race.RACES:
         algo, env_id = cell.split()
         assert load_script(algo).make_args(env_id).eval_episodes  # there is such a script
@@ -325,8 +326,7 @@ def test_time_to_the_bar_is_measured_and_drawn(tmp_path):
     (row,) = read(table)
     assert row["library"] == "plainrl" and float(row["trained_seconds"]) > 1
     for seconds in (row["seconds"], "", "7.5"):  # as measured, never good, good
-        race.replace_rows(table, list(row), [row | {"seconds": seconds}], lambda row: row["cell"], str)
-        call("time_to_bar.py", "--out", table, "--draw", picture)
+        figures.time_to_bar([row | {"seconds": seconds}], picture)
         assert cv2.imread(str(picture)).std() > 5
 
 
@@ -371,17 +371,34 @@ def test_a_picture_is_out_of_date_when_its_data_have_changed(tmp_path, monkeypat
     assert check() == 1 and "another" in capsys.readouterr().out
 
 
-def test_what_is_visited_is_counted_and_drawn(tmp_path, monkeypatch, capsys):
+@pytest.mark.long
+def test_special_pictures_are_drawn_from_their_tables_in_few_colors(tmp_path, monkeypatch):
+    figures = tool("figures")
+    monkeypatch.setattr(figures, "PICTURES", tmp_path)
+    monkeypatch.setattr(figures, "KNOWN", tmp_path / "figures.json")
+    for name in figures.SPECIAL:
+        figures.draw(name)
+        with Image.open(tmp_path / f"{name}.png") as picture:
+            assert picture.mode == "P" and round(picture.info["dpi"][0]) == 150
+            assert np.array(picture.convert("L")).std() > 5
+    assert set(json.loads(figures.KNOWN.read_text())) == set(figures.SPECIAL)
+
+
+def test_what_is_visited_is_counted(tmp_path, monkeypatch):
     visits = tool("visits")
     monkeypatch.syspath_prepend(str(ROOT))
     monkeypatch.setattr(visits, "STEPS", {visits.GRID: 1024, "MountainCar-v0": 2048})
-    monkeypatch.setattr(sys, "argv", ["visits.py", "--out", str(tmp_path / "visits.png")])
+    monkeypatch.setattr(visits, "TABLE", tmp_path / "visits.csv")
+    monkeypatch.setattr(sys, "argv", ["visits.py"])
     visits.main()
-    assert (tmp_path / "visits.png").stat().st_size > 10_000
-    table = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("ppo")]
-    assert [line[:2] for line in table] == [
-        [algo, env_id] for env_id in ("SparseGrid-v0", "MountainCar-v0") for algo in ("ppo", "ppo_rnd")
-    ]
-    assert all(10 < int(line[2]) <= int(line[5]) <= 36 * 28 for line in table)
+    counts = {}
+    for row in read(tmp_path / "visits.csv"):
+        numbers = [int(row[f"quarter_{i}"]) for i in (1, 2, 3, 4)]
+        counts.setdefault((row["env_id"], row["algo"]), []).append(numbers)
+    assert [*counts] == [(env_id, algo) for env_id in visits.STEPS for algo in ("ppo", "ppo_rnd")]
+    for (env_id, _), numbers in counts.items():
+        quarters = np.array(numbers).sum(0)  # equally many steps in each
+        assert quarters.sum() >= visits.STEPS[env_id] and len(set(quarters.tolist())) == 1
+        assert 10 < (np.array(numbers).sum(1) > 0).sum() < len(numbers)
     corner = visits.places("MountainCar-v0", np.array([[-1.2, -0.07], [0.6, 0.07]]))
     assert [x.tolist() for x in corner[:2]] == [[0, 27], [0, 35]]

@@ -215,7 +215,7 @@ def test_a_process_whose_parameters_differ_ends_the_run_before_it_is_saved(name)
 def test_the_prediction_of_speed_is_the_formula_that_it_names(monkeypatch):
     """alpha 2 s, beta 10 bytes/s. Two processes: 2 (2 + 40 / 20) for gradients, 2 + 5 / 10 for advantages."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
-    predicted = __import__("processes").predicted
+    predicted = __import__("speed").predicted
     task = dict(updates=3, gradients=40, advantages=5, rewards=0, observations=0, check=20)
     assert predicted(100.0, task, 1, 2.0, 10.0) == 100
     assert predicted(100.0, task, 2, 2.0, 10.0) == pytest.approx(100 + 3 * (8 + 2.5) + 4)
