@@ -166,7 +166,7 @@ def processes(rows: list[dict], out: Path) -> None:
     save(figure, "", out, {})
 
 
-def draw_meta(_, evaluations: list[dict], out: Path) -> None:
+def pearl_maml(_, evaluations: list[dict], out: Path) -> None:
     """The return in held-out tasks against the steps of training: mean and range of the seeds. PEARL is
     scored after two episodes in a task, MAML after a gradient step on its --episodes-per-task."""
     figure, axes = plt.subplots(figsize=(5.5, 3.6))
@@ -188,7 +188,7 @@ def draw_meta(_, evaluations: list[dict], out: Path) -> None:
     save(figure, evaluations[0]["env_id"], out, {})
 
 
-def draw_t_maze(runs: list[dict], _, out: Path) -> None:
+def t_maze(runs: list[dict], _, out: Path) -> None:
     """How long PPO keeps a cue with an LSTM, a GRU and no memory. The return of an episode of the T-maze is 1
     if its cue was still known at the junction, by chance 0.5."""
     returns, legend = defaultdict(list), {}  # of the seeds, by memory and delay
@@ -251,9 +251,9 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "td3_ablation": Figure(
         variants("ddpg_td3", "ddpg ddpg_twin ddpg_twin_delay ddpg_twin_delay_gaussian td3", "Pendulum-v1")
     ),
-    "pearl_maml": Figure(of("pearl maml", "PointRobot-v0"), draw_meta),
+    "pearl_maml": Figure(of("pearl maml", "PointRobot-v0"), pearl_maml),
     "doors": Figure("ppo_lstm-masks/*:Doors-v0 ppo_lstm-no_masks/*:Doors-v0"),
-    "t_maze": Figure("ppo*:TMaze-v0", draw_t_maze),
+    "t_maze": Figure("ppo*:TMaze-v0", t_maze),
     # of other tables
     "time_to_bar": Figure("time_to_bar.csv", time_to_bar),
     "bc_episodes": Figure("bc_episodes.csv", bc_episodes),
