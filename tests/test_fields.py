@@ -50,7 +50,7 @@ CONTEXT = dict(  # what a field needs, to matter
     obs_low=NUMBERS, obs_high=NUMBERS, clip_positive_returns=dict(reward_scale=10.0),
     epsilon_start=dict(exploration_fraction=1.0), sample_actions=dict(epsilon_end=0.9),
     num_test_tasks=dict(eval_episodes=4),
-) | {"bc loss": BOX}  # fmt: skip
+) | {"bc loss": BOX, "rainbow sample_actions": dict(noise_std=4.0, eval_every=16)}  # fmt: skip
 
 
 def other(script, field) -> dict:

@@ -475,7 +475,7 @@ def test_independent_noise_is_gaussian_and_apart_for_each_weight(fresh, tmp_path
     assert 0.9 * 3**-0.5 < layer.weight.abs().max() <= 3**-0.5 and layer.bias.abs().max() <= 3**-0.5
     sigma = torch.cat([layer.weight_sigma.ravel(), layer.bias_sigma]).unique().item()
     assert sigma == pytest.approx(0.017)
-    output = torch.stack([layer(x) for _ in range(3000)]).detach()
+    output = torch.stack([(dqn.redraw_noise(layer), layer(x))[1] for _ in range(3000)]).detach()
     bias, weight = output[:, 0], (output[:, 1:] - output[:, :1]).mT  # (3000, 6), (3000, 6, 9)
     noise = torch.cat([(weight - layer.weight).flatten(1), bias - layer.bias], dim=1).detach() / sigma
     torch.testing.assert_close(noise.T.cov(), torch.eye(60), atol=0.12, rtol=0)
