@@ -12,8 +12,8 @@ from conftest import checkpoint, flags, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-GRAPHS = ["ppo", "pqn", "ppo_rnd", "a2c", "dqn", "ddpg_td3", "sac", "tqc", "crossq", "simba", "pearl"]
-DRAW = ["ppo_rnd", "ddpg_td3", "sac", "tqc", "crossq", "simba", "pearl"]  # their updates draw random numbers
+GRAPHS = "ppo pqn ppo_rnd a2c dqn rainbow ddpg_td3 sac tqc crossq simba pearl".split()
+DRAW = "ppo_rnd rainbow ddpg_td3 sac tqc crossq simba pearl".split()  # their updates draw random numbers
 ALL = [(name, graph) for name in GRAPHS for graph in (False, True)]
 ALL += [(name, False) for name in ("vpg", "trpo", "reinforce", "maml")]
 TEN_UPDATES = dict(
@@ -48,7 +48,7 @@ def draws_of_the_cpu(monkeypatch):
     monkeypatch.setattr(torch, "rand_like", lambda x: torch.rand(x.shape).to(x.device))
     for name in ("exponential_", "normal_"):
         draw = getattr(torch.Tensor, name)
-        fill = lambda x, *args, draw=draw: x.copy_(draw(torch.empty(x.shape), *args))
+        fill = lambda x, *args, draw=draw, **more: x.copy_(draw(torch.empty(x.shape), *args, **more))
         monkeypatch.setattr(torch.Tensor, name, fill)
 
 
