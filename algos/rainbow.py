@@ -77,7 +77,7 @@ class Args:
     eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations explore as in training, by noise
+    sample_actions: bool = False  # evaluations explore as in training, by noise that stays
     log_every: int = 1_000  # environment steps between log entries
     capture_video: bool = False  # record a video of the first episode of each evaluation
     info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
