@@ -108,6 +108,7 @@ class Args:
     batch_size: Count = 64  # transitions per update
     buffer_size: Count = 100_000  # rows kept for replay: one per step and one more (Atari: 4) per episode
     learning_starts: int = 1_000  # environment steps of random actions before the first update
+    random_hold: Count = 1  # steps that each random action lasts, to explore by longer moves
     train_every: Count = 1  # environment steps between rounds of updates
     updates_per_train: Count = 1  # gradient steps per round
     target_update_every: Count = 100  # environment steps between updates of the target network
@@ -211,7 +212,9 @@ def train(args: Args) -> np.ndarray:
             agent.at_random = run.env_steps < args.learning_starts
             if args.normalize_obs:
                 agent.obs_norm.update(to_tensor(obs, device))
-            action = agent.act(obs, info, greedy=False)
+            held = agent.at_random and run.env_steps // args.num_envs % args.random_hold > 0
+            if not held or agent.obs_space.masked or run.new_segment:  # masks may forbid a held action
+                action = agent.act(obs, info, greedy=False)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
             done = terminated | truncated
             run.count(next_obs, reward, done, next_info)
@@ -596,8 +599,8 @@ TUNED = {
     "CartPole-v1": dict(quantiles=True, learning_rate=2e-3, n_step=5, train_every=64, updates_per_train=32,
                         target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
     "Acrobot-v1": dict(total_timesteps=100_000, quantiles=True, num_atoms=25, buffer_size=50_000,
-                       train_every=16, updates_per_train=8, target_update_every=250, hidden_sizes=(128, 128),
-                       reward_scale=0.1),
+                       learning_starts=2_000, random_hold=4, train_every=16, updates_per_train=8,
+                       target_update_every=250, hidden_sizes=(128, 128), reward_scale=0.1),
     "MountainCar-v0": dict(total_timesteps=120_000, quantiles=True, num_atoms=25, learning_rate=4e-3,
                            n_step=4, gamma=0.98, batch_size=128, buffer_size=10_000, train_every=16,
                            updates_per_train=8, target_update_every=600, hidden_sizes=(128, 128),

@@ -306,7 +306,7 @@ class Walk(Probe):
             number = getattr(signal, self.signal)
             for _ in range(self.times):
                 handler, start = signal.getsignal(number), time.monotonic()
-                os.kill(os.getpid(), number)  # Python may run the handler much later, and two that wait are one
+                os.kill(os.getpid(), number)  # its handler may run much later, and two that wait are one
                 while signal.getsignal(number) is handler and time.monotonic() < start + 5:
                     time.sleep(0.01)
         self.t += 1

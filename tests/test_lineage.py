@@ -12,7 +12,7 @@ USUAL, UTILITIES = 500, 995  # lines above the utilities of the other scripts, a
 RULE, TRAIN = 140, 220  # the line before which the learning rule and train begin
 CHANGED = {  # (parent, child): lines removed plus lines added, without docstring and TUNED
     ("reinforce", "grpo"): 120,
-    ("dqn", "rainbow"): 160,
+    ("dqn", "rainbow"): 165,
     ("reinforce", "vpg"): 170, ("vpg", "a2c"): 140, ("a2c", "ppo"): 80, ("vpg", "trpo"): 150,
     ("ppo", "ppo_lstm"): 170, ("ppo", "ppo_rnd"): 115, ("ppo", "pqn"): 265, ("ddpg_td3", "sac"): 170,
     ("sac", "tqc"): 60, ("sac", "crossq"): 90, ("sac", "simba"): 130, ("sac", "pearl"): 880,

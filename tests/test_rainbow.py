@@ -259,6 +259,14 @@ def test_the_noise_stays_until_an_update_draws_it_anew_for_both_networks(record,
     assert len({*updates}) == 2 * len(updates) // 3 > 50
 
 
+@pytest.mark.parametrize("env", ["Walk", "Loop"])  # a mask may forbid what was held
+def test_random_actions_are_held_for_random_hold_steps(env, record, seen):
+    draws = record(rainbow, "random_actions")
+    quick(env, learning_starts=80, random_hold=4, checkpoint_every=22)  # two environments: a segment at 44
+    begins = range(0, 80, 8) if env == "Walk" else range(0, 80, 2)
+    assert [call.step for call in draws] == sorted({*begins, 44})
+
+
 def test_actions_before_learning_are_uniform_and_legal_ones_of_a_policy_are_the_best():
     agent, obs = new_agent(actions=4), np.full((4000, 4), 0.5, dtype=np.float32)
     agent.at_random = True
