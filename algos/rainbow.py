@@ -321,16 +321,15 @@ class NoisyLinear(nn.Linear):
         self.register_buffer("noise", torch.randn(shape), persistent=False)
 
     def forward(self, x):
+        mean = super().forward(x)
         if not self.training:
-            return super().forward(x)
+            return mean
         if self.independent:
             weight_noise, bias_noise = self.noise[:, :-1], self.noise[:, -1]
-        else:
-            noise = self.noise.sign() * self.noise.abs().sqrt()  # f of the paper
-            bias_noise, input_noise = noise.split([self.out_features, self.in_features])
-            weight_noise = bias_noise[:, None] * input_noise
-        weight = torch.addcmul(self.weight, self.weight_sigma, weight_noise)
-        return F.linear(x, weight, torch.addcmul(self.bias, self.bias_sigma, bias_noise))
+            return mean + F.linear(x, self.weight_sigma * weight_noise, self.bias_sigma * bias_noise)
+        noise = self.noise.sign() * self.noise.abs().sqrt()  # f of the paper
+        out_noise, in_noise = noise.split([self.out_features, self.in_features])
+        return mean + out_noise * F.linear(in_noise * x, self.weight_sigma, self.bias_sigma)
 
 
 class NoisyStream(nn.Module):
