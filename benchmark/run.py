@@ -91,14 +91,14 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str:
-    """The commit that is checked out, with "+changes" if algos/ differs from it; empty without git."""
+def commit(path: str = "algos") -> str:
+    """The commit that is checked out, with "+changes" if the path differs from it; empty without git."""
     if ON_NODE:  # it has the files, without their history
         return os.environ["PLAINRL_COMMIT"]
     if not shutil.which("git"):
         return ""
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout
-    return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", "algos") else "")
+    return git("rev-parse", "HEAD").strip() + ("+changes" if git("status", "--porcelain", path) else "")
 
 
 # --------------------------------------------------------------------------------------------------- one seed
@@ -179,8 +179,8 @@ def run_seed(cell: Cell, seed: int, runs: Path, final_episodes: int, watch=bool,
             record.update(values)
 
         if not record["trained"]:
-            if record["commits"][-1:] != [commit()]:
-                keep(commits=[*record["commits"], commit()], cpu=cpu_name(), cores=os.cpu_count())
+            if record["commits"][-1:] != [now := commit(command[0])]:  # a script needs no other file
+                keep(commits=[*record["commits"], now], cpu=cpu_name(), cores=os.cpu_count())
             if (folder / "checkpoint.pt").exists():
                 call([command[0], "--resume", shown(folder)], log, lock, watch)
             else:  # killed before its first checkpoint, if it ever started
