@@ -84,7 +84,8 @@ RACES = {
     # without another side: relatives beside each other
     "reinforce CartPole-v1": Race(475, 5_000), "vpg CartPole-v1": Race(475, 5_000),
     "trpo CartPole-v1": Race(475, 5_000), "grpo CartPole-v1": Race(475, 5_000),
-    "es CartPole-v1": Race(475, 5_000), "rainbow CartPole-v1": Race(475, 5_000),
+    "es CartPole-v1": Race(475, 5_000),
+    "rainbow CartPole-v1": Race(475, 5_000), "rainbow Acrobot-v1": Race(-100, 5_000),
     "pqn CartPole-v1": Race(475, 5_000), "pqn Acrobot-v1": Race(-100, 10_000),
     "pqn LunarLander-v3": Race(200, 50_000),
     "tqc Pendulum-v1": Race(-180, 1_000), "crossq Pendulum-v1": Race(-180, 1_000),
