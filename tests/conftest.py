@@ -247,6 +247,7 @@ def fork(action, output: Path = Path(os.devnull)) -> int:
         return pid
     code = 99
     signal.alarm(120)  # one that waits for ever dies of SIGALRM
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in a shell's background ignores it
     try:
         where = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(where, 1), os.dup2(where, 2)

@@ -225,7 +225,6 @@ def test_ctrl_c_in_python_saves_and_raises_and_the_next_one_does_not_kill(script
         checkpoint("other")
         assert len(resume(script, signal="")) == 2
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     assert wait(fork(session, Path("session"))) == 0, Path("session").read_text()
 
 
@@ -290,7 +289,6 @@ def test_a_signal_at_any_moment_loses_nothing(script, draw):
         sys.setprofile(None)
         sys.exit(code)
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = wait(fork(run, Path("out")))
     allowed = {"kill": (-9,), "term": (143, -15, 0), "int": (130, 0), "hasty": (130, 0, -2)}[kind]
     assert code in allowed, (at, total, Path("out").read_text())
