@@ -607,10 +607,12 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError if Gymnasium or this file could not unpack a result, otherwise the error itself."""
+    """A UsageError if Gymnasium or this file could not call a method or unpack what it returned, otherwise
+    the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
-    return UsageError(text) if here and "unpack" in str(error) else error
+    fits = not any(words in str(error) for words in ("unpack", "unexpected keyword"))
+    return error if fits or not here else UsageError(text)
 
 
 class StandardEnv(gym.Wrapper):
@@ -643,6 +645,9 @@ class StandardEnv(gym.Wrapper):
                 raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
             obs = dict(obs=obs, action_mask=mask)
         array = self.to_array(obs)
+        if array.shape != self.observation_space.shape:
+            shapes = f"{array.shape}; its space has {self.observation_space.shape}"
+            raise UsageError(f"{self.id}: an observation has shape {shapes}")
         if self.masked and not over and not array[-self.choices :].any():
             raise UsageError(f"{self.id}: action_mask allows no action at all")
         return array
@@ -658,7 +663,7 @@ class StandardEnv(gym.Wrapper):
         try:
             obs, self.info = self.env.reset(**kwargs)
         except (TypeError, ValueError) as error:
-            raise misfit(error, f"{self.id}: reset() must return obs, info") from None
+            raise misfit(error, f"{self.id}: reset() must take seed and options, return obs, info") from None
         self.check(obs)
         return self.observe(obs, self.info), {}
 
@@ -690,7 +695,7 @@ def todays_name(env_id: str) -> str:
     game = re.escape(re.sub(r"(NoFrameskip|Deterministic)?(-v\d+)?$", "", name))
     names = [name for name in gym.registry if re.fullmatch(rf"(ALE/)?{game}-v\d+", name)]
     today = max(names, key=lambda name: ("/" in name, name), default="")
-    if today in ("", env_id):
+    if today in ("", env_id, name):
         return ""
     return f" Its name is now {today}: see docs/from_cleanrl.md or docs/from_sb3.md."
 

@@ -215,11 +215,13 @@ class NanEnd(Probe):
 
 
 class OldApi(Probe):
-    """The interface of before Gymnasium: reset gives one value, or step gives four."""
+    """The interface of before Gymnasium: reset gives one value or takes no seed, or step gives four values."""
 
     def __init__(self, old="step", actions="discrete", render_mode=None):
         super().__init__(actions, render_mode)
         self.old = old
+        if old == "seed":
+            self.reset = lambda: (self.observe(), {})
 
     def reset(self, *, seed=None, options=None):
         obs, info = super().reset(seed=seed)

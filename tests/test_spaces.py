@@ -489,11 +489,19 @@ def test_an_observation_that_is_no_number_names_the_step(script, capsys):
     assert re.search(r"observation\[0\] of environment \d+ at step \d+ is nan", err)
 
 
-@pytest.mark.parametrize("old", ["step", "reset"])
-def test_the_interface_of_before_gymnasium_is_named(ppo, old, capsys):
-    assert call_main(ppo, *flags(short(ppo, "OldApi", env_kwargs={"old": old}, **FEW))) == 2
+@pytest.mark.parametrize("actions", ["discrete", "box"])  # an environment of choices is reset once more
+@pytest.mark.parametrize("old, method", [("step", "step"), ("reset", "reset"), ("seed", "reset")])
+def test_the_interface_of_before_gymnasium_is_named(ppo, old, method, actions, capsys):
+    kwargs = {"old": old, "actions": actions}
+    assert call_main(ppo, *flags(short(ppo, "OldApi", env_kwargs=kwargs, **FEW))) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
-    assert f"OldApi-v0: {old}() must return" in err
+    assert f"OldApi-v0: {method}() must " in err
+
+
+def test_an_environment_that_is_found_has_no_other_name(ppo, capsys):
+    assert call_main(ppo, "--env-id", "odd_envs:OldApi-v0", "--env-kwargs", '{"size": 3}') == 2
+    err = capsys.readouterr().err.strip()
+    assert "unexpected keyword argument 'size'" in err and "Its name is now" not in err
 
 
 def test_a_simulator_that_runs_only_once_is_trained_and_evaluated_in_turn(script):
