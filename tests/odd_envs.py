@@ -215,7 +215,7 @@ class NanEnd(Probe):
 
 
 class OldApi(Probe):
-    """The interface of before Gymnasium: reset gives one value or takes no seed, or step gives four values."""
+    """The interface of before Gymnasium: reset gives one value, or takes no seed; step gives four."""
 
     def __init__(self, old="step", actions="discrete", render_mode=None):
         super().__init__(actions, render_mode)
