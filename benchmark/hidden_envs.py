@@ -1,10 +1,12 @@
-"""Environments that hide what matters, for ppo_lstm.py, or the reward, for ppo_rnd.py. From this project:
+"""Environments that hide what matters, for ppo_lstm.py, or the reward, for ppo_rnd.py and noisy networks.
+From this project:
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:TMaze-v0 --env-kwargs '{"delay": 30}'
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Recall-v0 --total-timesteps 150000
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Doors-v0 --total-timesteps 100000
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
+    python algos/dqn.py --env-id benchmark.hidden_envs:Chain-v0 --noisy --total-timesteps 15000
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
 """
@@ -165,6 +167,35 @@ class SparseGrid(gym.Env):
         return np.array(self.place), float(won), won, False, {"is_success": won}
 
 
+class Chain(gym.Env):
+    """A row of places. Each step leads one to the left or to the right; an episode starts at the second.
+
+    A step that ends at the right end pays 1, at the left end 0.001, elsewhere nothing. An episode has
+    size + 9 steps: who only walks to the right gets 12, and at random one hardly ever arrives. Observes 1
+    for the place and all to its left, else 0, (size,) (after Osband et al. 2016, arXiv 1602.04621).
+    """
+
+    action_space = Discrete(2)
+
+    def __init__(self, size: int = 20, render_mode: str | None = None):
+        self.size, self.render_mode = size, render_mode
+        self.observation_space = Box(0, 1, (size,), np.float32)
+
+    def observe(self):
+        return (np.arange(self.size) <= self.place).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place, self.t = 1, 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.place = min(max(self.place + (1 if action else -1), 0), self.size - 1)
+        self.t += 1
+        reward = 1.0 if self.place == self.size - 1 else 0.001 if self.place == 0 else 0.0
+        return self.observe(), reward, False, self.t == self.size + 9, {}
+
+
 NO_VELOCITY = {"CartPole-v1": ([0, 2], 500), "Pendulum-v1": ([0, 1], 200),
                "MountainCarContinuous-v0": ([0], 999)}  # fmt: skip
 for name, (entries, max_steps) in NO_VELOCITY.items():
@@ -175,3 +206,4 @@ gym.register("Recall-v0", entry_point=Recall)
 gym.register("LongRecall-v0", entry_point=Recall, kwargs=dict(delay=40))
 gym.register("Doors-v0", entry_point=Doors, max_episode_steps=100)
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)
+gym.register("Chain-v0", entry_point=Chain)

@@ -71,6 +71,12 @@ VARIANTS = {
     "all_but_noisy": ("--n-step", "3", "--double", "--dueling", "--per"),
 }  # fmt: skip
 
+# Updates in every step, and a third of the training to forget random actions.
+CHAIN = (
+    *ONE_STEP, "--learning-starts", "200", "--train-every", "1", "--target-update-every", "200",
+    "--hidden-sizes", "64", "--buffer-size", "15000", "--exploration-fraction", "0.3", "--eval-every", "3000",
+)  # fmt: skip
+
 HIDDEN = "benchmark.hidden_envs:"  # its environments hide what matters, or the reward
 MEMORIES = {
     "lstm": ("ppo_lstm", ()), "gru": ("ppo_lstm", ("--memory", "gru")),
@@ -204,6 +210,15 @@ SUITES = {
     "dqn_ablation": [
         Cell("dqn", "LunarLander-v3", 100_000, 10, None, (*HALF_LEARNED, *flags), name)
         for name, flags in VARIANTS.items()
+    ],
+    # Where single variants help: in tasks of a minute.
+    "dqn_switches": [
+        *(
+            Cell("dqn", "Acrobot-v1", 40_000, 10, None, ("--eval-every", "4000", *VARIANTS[name]), name)
+            for name in ("plain", "double", "dueling", "noisy", "3_step", "per")
+        ),
+        Cell("dqn", f"{HIDDEN}Chain-v0", 15_000, 10, None, CHAIN, "plain"),
+        Cell("dqn", f"{HIDDEN}Chain-v0", 15_000, 10, None, (*CHAIN, "--noisy"), "noisy"),
     ],
     "policy_gradient": [
         Cell("reinforce", "CartPole-v1", 200_000, seeds=10, bar=475),
