@@ -448,3 +448,16 @@ def test_a_small_game_of_atari_is_an_image_for_the_cnn(monkeypatch):
     assert frame.shape == (160, 160, 3) and frame.dtype == np.uint8 and len(np.unique(frame)) > 2
     agent = dqn.Agent(env.single_observation_space, env.single_action_space, args, CPU)
     assert isinstance(agent.trunk.cnns[0], dqn.NatureCNN)
+
+
+def test_a_chain_pays_at_its_far_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    args = short("benchmark.hidden_envs:Chain-v0", env_kwargs={"size": 6})
+    env, returns = dqn.make_envs(args, 1), []
+    for action in (0, 1):
+        obs, _ = env.reset(seed=1)
+        assert obs.tolist() == [[1, 1, 0, 0, 0, 0]]
+        steps = [env.step(np.array([action])) for _ in range(15)]
+        returns.append(sum(reward[0] for _, reward, *_ in steps))
+        assert [step[3][0] for step in steps] == [False] * 14 + [True] and not any(s[2][0] for s in steps)
+    assert np.allclose(returns, [0.015, 12]) and obs.sum() == 2 and steps[-1][0].all()
