@@ -796,12 +796,12 @@ def number(x) -> float:
 
 
 def misfit(error: Exception, text: str) -> Exception:
-    """A UsageError if Gymnasium or this file could not call a method or unpack what it returned, otherwise
-    the error itself."""
+    """A UsageError if a method of the environment has other arguments or results than Gymnasium and this file
+    expect; otherwise the error itself."""
     file = traceback.extract_tb(error.__traceback__)[-1].filename
     here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
-    fits = not any(words in str(error) for words in ("unpack", "unexpected keyword"))
-    return error if fits or not here else UsageError(text)
+    misfits = any(words in str(error) for words in ("unpack", "unexpected keyword"))
+    return UsageError(text) if here and misfits else error
 
 
 class StandardEnv(gym.Wrapper):

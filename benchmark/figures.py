@@ -244,6 +244,11 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "dqn_ablation": Figure(
         variants("dqn", "plain double dueling noisy 3_step per all all_but_noisy", LANDER)
     ),
+    "dqn_switches": Figure(
+        variants("dqn", "plain double dueling noisy 3_step per", "Acrobot-v1")
+        + " "
+        + variants("dqn", "plain_40 noisy_40", "benchmark.hidden_envs:Chain-v0")
+    ),
     "dqn_pong": Figure(variants("dqn", "1_step 1_step_sticky 4_step 4_step_sticky", PONG)),
     "dqn_pong_variants": Figure(
         variants("dqn", "1_step 4_step 4_step_double 4_step_dueling 4_step_noisy 4_step_per", PONG)

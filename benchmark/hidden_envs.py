@@ -168,11 +168,11 @@ class SparseGrid(gym.Env):
 
 
 class Chain(gym.Env):
-    """A row of places. Each step leads one to the left or to the right; an episode starts at the second.
+    """A row of places. Each step moves one place to the left or to the right, from the second place on.
 
-    A step that ends at the right end pays 1, at the left end 0.001, elsewhere nothing. An episode has
-    size + 9 steps: who only walks to the right gets 12, and at random one hardly ever arrives. Observes 1
-    for the place and all to its left, else 0, (size,) (after Osband et al. 2016, arXiv 1602.04621).
+    A step that ends in the last place pays 1, in the first 0.001, elsewhere nothing. An episode has size + 9
+    steps. Always moving right returns 12, the maximum; random moves hardly ever reach the last place. The
+    observation (size,) is 1 up to the current place and 0 beyond (Osband et al. 2016, arXiv 1602.04621).
     """
 
     action_space = Discrete(2)
