@@ -1,4 +1,4 @@
-"""Environments that hide what matters, for ppo_lstm.py, or the reward, for ppo_rnd.py and noisy networks.
+"""Environments that hide what matters, for ppo_lstm.py, or the reward, for ppo_rnd.py and variants of dqn.py.
 From this project:
 
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:CartPoleNoVel-v1
@@ -7,6 +7,8 @@ From this project:
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Doors-v0 --total-timesteps 100000
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
     python algos/dqn.py --env-id benchmark.hidden_envs:Chain-v0 --noisy --total-timesteps 15000
+    python algos/dqn.py --env-id benchmark.hidden_envs:Gambles-v0 --double --total-timesteps 12000
+    python algos/dqn.py --env-id benchmark.hidden_envs:BlindCliff-v0 --per --total-timesteps 30000
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
 """
@@ -196,6 +198,59 @@ class Chain(gym.Env):
         return self.observe(), reward, False, self.t == self.size + 9, {}
 
 
+class Gambles(gym.Env):
+    """So many rounds, one gamble in each. Action 0 walks away with nothing; each other action pays a normally
+    distributed reward, mean -0.1 and standard deviation 1, and leads to the next round.
+
+    Always gambling returns -1 on average, walking away 0, the best. Among nine estimates of -0.1 the largest
+    is often positive (van Hasselt et al. 2016, arXiv 1509.06461). The observation is the round as a one-hot.
+    """
+
+    def __init__(self, rounds: int = 10, actions: int = 10):
+        self.rounds = rounds
+        self.observation_space, self.action_space = Box(0, 1, (rounds,), np.float32), Discrete(actions)
+
+    def observe(self):
+        return (np.arange(self.rounds) == self.round).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.round = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        self.round += 1
+        reward = 0.0 if action == 0 else self.np_random.normal(-0.1)
+        return self.observe(), reward, action == 0 or self.round == self.rounds, False, {}
+
+
+class BlindCliff(gym.Env):
+    """A path along a cliff. In each place one of two actions leads on, the other one over the edge.
+
+    The last place pays 1 and ends the episode, a fall ends it with nothing. Which action is right was drawn
+    once, the same for all. Of random walks, one in 2^size arrives. The observation is the place as a one-hot
+    (Schaul et al. 2016, arXiv 1511.05952).
+    """
+
+    def __init__(self, size: int = 12):
+        self.right = np.random.default_rng(0).integers(2, size=size)
+        self.observation_space, self.action_space = Box(0, 1, (size,), np.float32), Discrete(2)
+
+    def observe(self):
+        return (np.arange(len(self.right)) == self.place).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.place = 0
+        return self.observe(), {}
+
+    def step(self, action):
+        fell = bool(action != self.right[self.place])
+        self.place += not fell
+        arrived = self.place == len(self.right)
+        return self.observe(), float(arrived), fell or arrived, False, {"is_success": arrived}
+
+
 NO_VELOCITY = {"CartPole-v1": ([0, 2], 500), "Pendulum-v1": ([0, 1], 200),
                "MountainCarContinuous-v0": ([0], 999)}  # fmt: skip
 for name, (entries, max_steps) in NO_VELOCITY.items():
@@ -207,3 +262,5 @@ gym.register("LongRecall-v0", entry_point=Recall, kwargs=dict(delay=40))
 gym.register("Doors-v0", entry_point=Doors, max_episode_steps=100)
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)
 gym.register("Chain-v0", entry_point=Chain)
+gym.register("Gambles-v0", entry_point=Gambles)
+gym.register("BlindCliff-v0", entry_point=BlindCliff)

@@ -76,6 +76,16 @@ CHAIN = (
     *ONE_STEP, "--learning-starts", "200", "--train-every", "1", "--target-update-every", "200",
     "--hidden-sizes", "64", "--buffer-size", "15000", "--exploration-fraction", "0.3", "--eval-every", "3000",
 )  # fmt: skip
+# Large steps, so that errors in the values do not average out.
+GAMBLES = (
+    *ONE_STEP, "--learning-rate", "3e-3", "--no-anneal-lr", "--train-every", "2",
+    "--target-update-every", "500", "--hidden-sizes", "64", "--eval-every", "1000",
+)  # fmt: skip
+# Random actions only, and few transitions for each update, so that it matters which ones.
+CLIFF = (
+    *ONE_STEP, "--learning-starts", "20000", "--epsilon-end", "1", "--batch-size", "8", "--train-every", "2",
+    "--no-anneal-lr", "--hidden-sizes", "64", "--eval-every", "500",
+)  # fmt: skip
 
 HIDDEN = "benchmark.hidden_envs:"  # its environments hide what matters, or the reward
 MEMORIES = {
@@ -214,6 +224,14 @@ SUITES = {
             )
             for size in (20, 40)
             for name, flags in (("plain", ()), ("noisy", ("--noisy",)))
+        ),
+        *(
+            Cell("dqn", f"{HIDDEN}Gambles-v0", 12_000, 10, None, (*GAMBLES, *flags), name)
+            for name, flags in (("plain", ()), ("double", ("--double",)))
+        ),
+        *(
+            Cell("dqn", f"{HIDDEN}BlindCliff-v0", 30_000, 10, None, (*CLIFF, *flags), name)
+            for name, flags in (("plain", ()), ("per", ("--per",)))
         ),
     ],
     "policy_gradient": [
