@@ -4,6 +4,7 @@
     python benchmark/record.py runs/expert/models/5000.pt --sample --out early.npz  # actions are sampled
     python benchmark/record.py --env-id Pendulum-v1 --out random.npz               # of random actions
     python benchmark/record.py runs/expert --replay --out replay.npz               # all that the run played
+    python benchmark/record.py runs/expert --replay --first 40000 --out early.npz  # its first 40,000 steps
     python benchmark/record.py --merge random.npz expert.npz --out mix.npz
 
 --replay reads the replay buffer in a checkpoint of ddpg_td3.py, sac.py, tqc.py, crossq.py or simba.py.
@@ -52,9 +53,9 @@ def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.nd
     return {name: np.stack([step[name] for step in steps]) for name in steps[0]} | {"lengths": lengths}
 
 
-def replayed(script, state: dict) -> dict[str, np.ndarray]:
-    """What a replay buffer holds, oldest first, one environment after the other. Its last episodes may be
-    unfinished: neither terminated nor truncated."""
+def replayed(script, state: dict, first: int) -> dict[str, np.ndarray]:
+    """The oldest transitions of a replay buffer in the order in which they were played, one environment after
+    the other. The last episodes may be unfinished: neither terminated nor truncated."""
     buffer, args = state.get("buffer", {}), script.Args(**state["args"])
     if "next_obs" not in buffer:
         sys.exit(f"record.py: a checkpoint of {args.env_id} without a replay buffer of transitions")
@@ -63,9 +64,10 @@ def replayed(script, state: dict) -> dict[str, np.ndarray]:
     space = env.env.observation_space
     if len(space.shape or ()) != 1 or space.dtype.kind != "f":
         sys.exit(f"record.py: --replay needs observations that are vectors of floats, not {space}")
-    steps, num_envs = len(buffer["reward"]) // buffer["num_envs"], buffer["num_envs"]
-    oldest = buffer["position"] // num_envs if steps * num_envs == buffer["size"] else 0
-    rows = (np.arange(steps) + oldest) % steps * num_envs
+    kept, num_envs = len(buffer["reward"]) // buffer["num_envs"], buffer["num_envs"]
+    oldest = buffer["position"] // num_envs if kept * num_envs == buffer["size"] else 0
+    steps = min(kept, first // num_envs)
+    rows = (np.arange(steps) + oldest) % kept * num_envs
     rows = np.concatenate([rows + i for i in range(num_envs)])
     names = ("obs", "action", "reward", "next_obs", "terminated", "done")
     obs, action, reward, next_obs, terminated, done = (buffer[name].numpy()[rows] for name in names)
@@ -93,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first episode, the next one has seed + 1")
     parser.add_argument("--sample", action="store_true", help="sampled actions instead of greedy ones")
     parser.add_argument("--replay", action="store_true", help="write the replay buffer of the run instead")
+    parser.add_argument("--first", type=int, default=2**62, help="with --replay: so many steps, the oldest")
     parser.add_argument("--merge", type=Path, nargs="+", help="files to write one after the other instead")
     parser.add_argument("--out", type=Path, required=True, help=".npz file to write")
     args = parser.parse_args(argv)
@@ -102,7 +105,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.merge:
         data = merged(args.merge)
     elif args.replay:
-        data = replayed(*load_run(args.run))
+        data = replayed(*load_run(args.run), args.first)
     else:
         env_id, kwargs, policy = args.env_id, {}, None
         if args.run:

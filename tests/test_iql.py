@@ -425,15 +425,15 @@ def test_random_episodes_merged_with_others_are_learned_by_both_scripts(tool):
     assert stored["episodes"] == 8 and stored["steps"] == both["lengths"].sum()
 
 
-@pytest.mark.parametrize("size, num_envs", [(1000, 2), (40, 2), (33, 1)])
-def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, size, num_envs):
+@pytest.mark.parametrize("size, num_envs, first", [(1000, 2, 80), (40, 2, 1000), (33, 1, 40), (40, 2, 22)])
+def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, size, num_envs, first):
     """Also after the oldest steps were overwritten, and with episodes that a checkpoint cut."""
     sac = load_script("sac")
     options = dict(buffer_size=size, num_envs=num_envs, total_timesteps=80, checkpoint_every=15)
     conftest.quick(sac, "Boundary", "played", **options, env_kwargs={"actions": "box"})
-    tool("played", "--replay", "--out", "replay.npz")
+    tool("played", "--replay", "--first", first, "--out", "replay.npz")
     file, steps = np.load("replay.npz"), [step[1:] for step in probe_envs.Boundary.steps if not step[0]]
-    kept = steps[-(size // num_envs * num_envs) :]
+    kept = steps[-(size // num_envs * num_envs) :][:first]
     expected = [step for i in range(num_envs) for step in kept[i::num_envs]]
     number, episode, t, action, reward = map(np.array, zip(*expected, strict=True))
     assert np.array_equal(file["obs"][:, :3], np.stack([number, episode, t - 1], axis=1))
