@@ -8,7 +8,7 @@ From this project:
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
     python algos/dqn.py --env-id benchmark.hidden_envs:Chain-v0 --noisy --total-timesteps 15000
     python algos/dqn.py --env-id benchmark.hidden_envs:Gambles-v0 --double --total-timesteps 12000
-    python algos/dqn.py --env-id benchmark.hidden_envs:BlindCliff-v0 --per --total-timesteps 30000
+    python algos/dqn.py --env-id benchmark.hidden_envs:Lock-v0 --per --gamma 0.9 --total-timesteps 60000
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
 """
@@ -224,12 +224,12 @@ class Gambles(gym.Env):
         return self.observe(), reward, action == 0 or self.round == self.rounds, False, {}
 
 
-class BlindCliff(gym.Env):
-    """A path along a cliff. In each place one of two actions leads on, the other one over the edge.
+class Lock(gym.Env):
+    """A combination lock. In each place one of two actions leads on, the other one back to the start.
 
-    The last place pays 1 and ends the episode, a fall ends it with nothing. Which action is right was drawn
-    once, the same for all. Of random walks, one in 2^size arrives. The observation is the place as a one-hot
-    (Schaul et al. 2016, arXiv 1511.05952).
+    The last place pays 1 and ends the episode. Which action is right was drawn once, the same for all. Of
+    2^size random tries one succeeds, so hardly any transition has a reward (as the blind cliff walk of Schaul
+    et al. 2016, arXiv 1511.05952). The observation is the place as a one-hot.
     """
 
     def __init__(self, size: int = 12):
@@ -245,10 +245,9 @@ class BlindCliff(gym.Env):
         return self.observe(), {}
 
     def step(self, action):
-        fell = bool(action != self.right[self.place])
-        self.place += not fell
-        arrived = self.place == len(self.right)
-        return self.observe(), float(arrived), fell or arrived, False, {"is_success": arrived}
+        self.place = self.place + 1 if action == self.right[self.place] else 0
+        opened = self.place == len(self.right)
+        return self.observe(), float(opened), opened, False, {"is_success": opened}
 
 
 NO_VELOCITY = {"CartPole-v1": ([0, 2], 500), "Pendulum-v1": ([0, 1], 200),
@@ -263,4 +262,4 @@ gym.register("Doors-v0", entry_point=Doors, max_episode_steps=100)
 gym.register("SparseGrid-v0", entry_point=SparseGrid, max_episode_steps=200)
 gym.register("Chain-v0", entry_point=Chain)
 gym.register("Gambles-v0", entry_point=Gambles)
-gym.register("BlindCliff-v0", entry_point=BlindCliff)
+gym.register("Lock-v0", entry_point=Lock, max_episode_steps=100)

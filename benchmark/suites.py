@@ -82,9 +82,9 @@ GAMBLES = (
     "--target-update-every", "500", "--hidden-sizes", "64", "--eval-every", "1000",
 )  # fmt: skip
 # Random actions only, and few transitions for each update, so that it matters which ones.
-CLIFF = (
-    *ONE_STEP, "--learning-starts", "20000", "--epsilon-end", "1", "--batch-size", "8", "--train-every", "2",
-    "--no-anneal-lr", "--hidden-sizes", "64", "--eval-every", "500",
+LOCK = (
+    *ONE_STEP, "--learning-starts", "40000", "--epsilon-end", "1", "--batch-size", "8", "--train-every", "4",
+    "--gamma", "0.9", "--no-anneal-lr", "--hidden-sizes", "64", "--eval-every", "1000",
 )  # fmt: skip
 
 HIDDEN = "benchmark.hidden_envs:"  # its environments hide what matters, or the reward
@@ -230,7 +230,7 @@ SUITES = {
             for name, flags in (("plain", ()), ("double", ("--double",)))
         ),
         *(
-            Cell("dqn", f"{HIDDEN}BlindCliff-v0", 30_000, 10, None, (*CLIFF, *flags), name)
+            Cell("dqn", f"{HIDDEN}Lock-v0", 60_000, 10, None, (*LOCK, *flags), name)
             for name, flags in (("plain", ()), ("per", ("--per",)))
         ),
     ],
