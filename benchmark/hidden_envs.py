@@ -8,7 +8,7 @@ From this project:
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
     python algos/dqn.py --env-id benchmark.hidden_envs:Chain-v0 --noisy --total-timesteps 15000
     python algos/dqn.py --env-id benchmark.hidden_envs:Gambles-v0 --double --total-timesteps 12000
-    python algos/dqn.py --env-id benchmark.hidden_envs:Lock-v0 --per --gamma 0.9 --total-timesteps 60000
+    python algos/dqn.py --env-id benchmark.hidden_envs:Lock-v0 --per --gamma 0.9 --total-timesteps 70000
 
 Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
 """

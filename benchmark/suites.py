@@ -84,7 +84,7 @@ GAMBLES = (
 # Random actions only, and few transitions for each update, so that it matters which ones.
 LOCK = (
     *ONE_STEP, "--learning-starts", "40000", "--epsilon-end", "1", "--batch-size", "8", "--train-every", "4",
-    "--gamma", "0.9", "--no-anneal-lr", "--hidden-sizes", "64", "--eval-every", "1000",
+    "--gamma", "0.9", "--learning-rate", "2e-3", "--hidden-sizes", "64", "--eval-every", "1000",
 )  # fmt: skip
 
 HIDDEN = "benchmark.hidden_envs:"  # its environments hide what matters, or the reward
@@ -230,7 +230,7 @@ SUITES = {
             for name, flags in (("plain", ()), ("double", ("--double",)))
         ),
         *(
-            Cell("dqn", f"{HIDDEN}Lock-v0", 60_000, 10, None, (*LOCK, *flags), name)
+            Cell("dqn", f"{HIDDEN}Lock-v0", 70_000, 10, None, (*LOCK, *flags), name)
             for name, flags in (("plain", ()), ("per", ("--per",)))
         ),
     ],
