@@ -461,3 +461,39 @@ def test_a_chain_pays_at_its_far_end(monkeypatch):
         returns.append(sum(reward[0] for _, reward, *_ in steps))
         assert [step[3][0] for step in steps] == [False] * 14 + [True] and not any(s[2][0] for s in steps)
     assert np.allclose(returns, [0.015, 12]) and obs.sum() == 2 and steps[-1][0].all()
+
+
+def test_gambles_lose_a_tenth_each_and_walking_away_costs_nothing(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    env, returns = dqn.make_envs(short("benchmark.hidden_envs:Gambles-v0"), 1), []
+    for episode in range(400):
+        rounds = []
+        obs, _ = env.reset(seed=episode)
+        for i in range(10):
+            assert obs.argmax() == i and obs.sum() == 1
+            obs, reward, terminated, truncated, _ = env.step(np.array([1 + i % 9]))
+            rounds.append(reward[0])
+            assert terminated[0] == (i == 9) and not truncated[0]
+        returns.append(sum(rounds))
+    assert np.mean(returns) == pytest.approx(-1, abs=0.5) and np.std(returns) == pytest.approx(10**0.5, 0.1)
+    env.reset(seed=1)
+    _, reward, terminated, *_ = env.step(np.array([0]))
+    assert reward[0] == 0 and terminated[0]
+
+
+def test_a_lock_opens_to_one_sequence_of_actions(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT))
+    env, right = dqn.make_envs(short("benchmark.hidden_envs:Lock-v0", env_kwargs={"size": 5}), 1), []
+    for place in range(5):
+        found = []
+        for action in (0, 1):
+            env.reset(seed=1)
+            *before, (obs, reward, terminated, *_) = [env.step(np.array([a])) for a in (*right, action)]
+            assert not any(step[1][0] or step[2][0] for step in before)
+            moved = bool(terminated[0]) if place == 4 else obs[0, place + 1] == 1
+            assert moved or obs[0, 0] == 1 and not terminated[0]
+            assert reward[0] == (moved and place == 4)
+            found += [action] if moved else []
+        assert len(found) == 1, "the other action leads back"
+        right += found
+    assert len(set(right)) == 2, "not always the same action"
