@@ -82,7 +82,7 @@ def table(rows: dict) -> str:
         line = f"{name:28}{mean[1]:10.0f}"
         for algo in OF:
             scores = [x for key, (_, x) in rows.items() if key[:3] == (env_id, kind, algo)]
-            cell = ""
+            cell = "–"
             if scores:
                 middle, low, high = (x[0] for x in stratified_bootstrap([np.array(scores)[:, None]], iqm))
                 cell = f"{middle:.0f} ({low:.0f} to {high:.0f})"
