@@ -245,13 +245,10 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
         variants("dqn", "plain double dueling noisy 3_step per all all_but_noisy", LANDER)
     ),
     "dqn_switches": Figure(
-        variants("dqn", "plain double dueling noisy 3_step per", "Acrobot-v1")
-        + " "
-        + variants("dqn", "plain double", f"{HIDDEN}Gambles-v0")
-        + " "
-        + variants("dqn", "plain_40 noisy_40", f"{HIDDEN}Chain-v0")
-        + " "
-        + variants("dqn", "plain per", f"{HIDDEN}Lock-v0")
+        f"{variants('dqn', 'plain double dueling noisy 3_step per', 'Acrobot-v1')} "
+        f"{variants('dqn', 'plain double', f'{HIDDEN}Gambles-v0')} "
+        f"{variants('dqn', 'plain_40 noisy_40', f'{HIDDEN}Chain-v0')} "
+        f"{variants('dqn', 'plain per', f'{HIDDEN}Lock-v0')}"
     ),
     "dqn_pong": Figure(variants("dqn", "1_step 1_step_sticky 4_step 4_step_sticky", PONG)),
     "dqn_pong_variants": Figure(

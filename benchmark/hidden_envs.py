@@ -7,10 +7,9 @@ From this project:
     python algos/ppo_lstm.py --env-id benchmark.hidden_envs:Doors-v0 --total-timesteps 100000
     python algos/ppo_rnd.py --env-id benchmark.hidden_envs:SparseGrid-v0
     python algos/dqn.py --env-id benchmark.hidden_envs:Chain-v0 --noisy --total-timesteps 15000
-    python algos/dqn.py --env-id benchmark.hidden_envs:Gambles-v0 --double --total-timesteps 12000
-    python algos/dqn.py --env-id benchmark.hidden_envs:Lock-v0 --per --gamma 0.9 --total-timesteps 70000
 
-Elsewhere copy this file beside the script and write hidden_envs:CartPoleNoVel-v1.
+Suite dqn_switches has the settings for Chain-v0, Gambles-v0 and Lock-v0. Elsewhere copy this file beside the
+script and write hidden_envs:CartPoleNoVel-v1.
 """
 
 from functools import partial

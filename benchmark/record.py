@@ -11,6 +11,7 @@
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.nd
     return {name: np.stack([step[name] for step in steps]) for name in steps[0]} | {"lengths": lengths}
 
 
-def replayed(script, state: dict, first: int) -> dict[str, np.ndarray]:
+def replayed(script, state: dict, first: float) -> dict[str, np.ndarray]:
     """The oldest transitions of a replay buffer in the order in which they were played, one environment after
     the other. The last episodes may be unfinished: neither terminated nor truncated."""
     buffer, args = state.get("buffer", {}), script.Args(**state["args"])
@@ -66,7 +67,7 @@ def replayed(script, state: dict, first: int) -> dict[str, np.ndarray]:
         sys.exit(f"record.py: --replay needs observations that are vectors of floats, not {space}")
     kept, num_envs = len(buffer["reward"]) // buffer["num_envs"], buffer["num_envs"]
     oldest = buffer["position"] // num_envs if kept * num_envs == buffer["size"] else 0
-    steps = min(kept, first // num_envs)
+    steps = math.ceil(min(kept, first / num_envs))
     rows = (np.arange(steps) + oldest) % kept * num_envs
     rows = np.concatenate([rows + i for i in range(num_envs)])
     names = ("obs", "action", "reward", "next_obs", "terminated", "done")
@@ -95,12 +96,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the first episode, the next one has seed + 1")
     parser.add_argument("--sample", action="store_true", help="sampled actions instead of greedy ones")
     parser.add_argument("--replay", action="store_true", help="write the replay buffer of the run instead")
-    parser.add_argument("--first", type=int, default=2**62, help="with --replay: so many steps, the oldest")
+    parser.add_argument("--first", type=int, default=math.inf, help="with --replay: only its oldest steps")
     parser.add_argument("--merge", type=Path, nargs="+", help="files to write one after the other instead")
     parser.add_argument("--out", type=Path, required=True, help=".npz file to write")
     args = parser.parse_args(argv)
     if sum(map(bool, (args.run, args.env_id, args.merge))) != 1 or args.replay and not args.run:
         parser.error("give either a run, with or without --replay, or --env-id, or --merge")
+    if args.first < 1 or args.first < math.inf and not args.replay:
+        parser.error("--first, at least 1, needs --replay")
     sys.path.append("")  # module:Env-v0 finds modules in the current folder
     if args.merge:
         data = merged(args.merge)

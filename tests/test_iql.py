@@ -425,7 +425,7 @@ def test_random_episodes_merged_with_others_are_learned_by_both_scripts(tool):
     assert stored["episodes"] == 8 and stored["steps"] == both["lengths"].sum()
 
 
-@pytest.mark.parametrize("size, num_envs, first", [(1000, 2, 80), (40, 2, 1000), (33, 1, 40), (40, 2, 22)])
+@pytest.mark.parametrize("size, num_envs, first", [(1000, 2, 80), (40, 2, 1000), (33, 1, 40), (40, 2, 21)])
 def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, size, num_envs, first):
     """Also after the oldest steps were overwritten, and with episodes that a checkpoint cut."""
     sac = load_script("sac")
@@ -433,7 +433,7 @@ def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, si
     conftest.quick(sac, "Boundary", "played", **options, env_kwargs={"actions": "box"})
     tool("played", "--replay", "--first", first, "--out", "replay.npz")
     file, steps = np.load("replay.npz"), [step[1:] for step in probe_envs.Boundary.steps if not step[0]]
-    kept = steps[-(size // num_envs * num_envs) :][:first]
+    kept = steps[-(size // num_envs * num_envs) :][: math.ceil(first / num_envs) * num_envs]
     expected = [step for i in range(num_envs) for step in kept[i::num_envs]]
     number, episode, t, action, reward = map(np.array, zip(*expected, strict=True))
     assert np.array_equal(file["obs"][:, :3], np.stack([number, episode, t - 1], axis=1))
@@ -454,6 +454,7 @@ def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, si
 @pytest.mark.parametrize("words, told", [
     (["--replay"], "a run"), (["run", "--env-id", "CartPole-v1"], "either"),
     (["run", "--replay"], "replay buffer"),
+    (["run", "--first", "5"], "needs --replay"), (["run", "--replay", "--first", "0"], "at least 1"),
     (["--merge", "a.npz", "b.npz"], "different arrays"), (["empty"], "no copy"),
 ])  # fmt: skip
 def test_what_cannot_be_recorded_is_refused(tool, capsys, words, told):
