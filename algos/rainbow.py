@@ -96,6 +96,7 @@ class Args:
     v_max: float = 10.0  # highest atom; higher returns count as this one
     n_step: Count = 3  # rewards in a target before it bootstraps
     noise_std: Rate = 0.5  # initial noise of a weight (factorized), times 1 / sqrt(inputs of its layer)
+    epsilon: Share = 0.0  # share of random actions besides the noise, once learning has started
     independent_noise: bool = False  # one random number per weight, not per input and output
     per_alpha: Share = 0.5  # exponent of the priorities; 0: uniform sampling
     per_beta_start: Share = 0.4  # importance-sampling exponent; rises linearly to 1
@@ -209,10 +210,10 @@ def train(args: Args) -> np.ndarray:
 
             # Act and step
             progress = run.env_steps / args.total_timesteps
-            agent.at_random = run.env_steps < args.learning_starts
+            agent.epsilon = 1.0 if run.env_steps < args.learning_starts else args.epsilon
             if args.normalize_obs:
                 agent.obs_norm.update(to_tensor(obs, device))
-            held = agent.at_random and run.env_steps // args.num_envs % args.random_hold > 0
+            held = agent.epsilon == 1 and run.env_steps // args.num_envs % args.random_hold > 0
             if not held or agent.obs_space.masked or run.new_segment:  # masks may forbid a held action
                 action = agent.act(obs, info, greedy=False)
             next_obs, reward, terminated, truncated, next_info = envs.step(action)
@@ -380,7 +381,7 @@ class Agent(nn.Module):
             raise UsageError(f"--v-min {args.v_min} --v-max {args.v_max}: v_max must be the larger one")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.num_actions, self.quantiles = int(action_space.n), args.quantiles
-        self.at_random = False  # before learning starts
+        self.epsilon = args.epsilon  # training sets it to 1 before learning starts
         self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.trunk = Trunk(obs_space, args.hidden_sizes[:-1], args.activation)
@@ -409,11 +410,11 @@ class Agent(nn.Module):
 
     @torch.inference_mode()
     def act(self, obs, info, greedy=True):
-        """Actions (num_envs,) for a vector environment: the best; if not greedy, by noisy weights."""
-        if self.at_random and not greedy:
-            return random_actions(obs, self.num_actions, self.obs_space.masked)
+        """Actions (num_envs,) for a vector environment: the best; if not greedy, with exploration."""
         self.train(not greedy)
-        return self.q_values(to_tensor(obs, self.device)).argmax(dim=1).cpu().numpy()
+        best = self.q_values(to_tensor(obs, self.device)).argmax(dim=1).cpu().numpy()
+        explore = np.random.random(len(obs)) < (0.0 if greedy else self.epsilon)
+        return np.where(explore, random_actions(obs, self.num_actions, self.obs_space.masked), best)
 
 
 class RunningNorm(nn.Module):

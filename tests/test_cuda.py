@@ -12,7 +12,7 @@ from conftest import checkpoint, flags, load_script, progress, tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
-GRAPHS = "ppo pqn ppo_rnd a2c dqn rainbow ddpg_td3 sac tqc crossq simba pearl".split()
+GRAPHS = "ppo pqn ppo_rnd a2c dqn rainbow ddpg_td3 sac tqc crossq simba iql pearl".split()
 DRAW = "ppo_rnd rainbow ddpg_td3 sac tqc crossq simba pearl".split()  # their updates draw random numbers
 ALL = [(name, graph) for name in GRAPHS for graph in (False, True)]
 ALL += [(name, False) for name in ("vpg", "trpo", "reinforce", "maml")]
