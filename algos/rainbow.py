@@ -109,7 +109,7 @@ class Args:
     batch_size: Count = 64  # transitions per update
     buffer_size: Count = 100_000  # rows kept for replay: one per step and one more (Atari: 4) per episode
     learning_starts: int = 1_000  # environment steps of random actions before the first update
-    random_hold: Count = 1  # steps that each random action lasts, to explore by longer moves; masked: one
+    random_hold: Count = 1  # steps that each random action before learning starts lasts; masked: one
     train_every: Count = 1  # environment steps between rounds of updates
     updates_per_train: Count = 1  # gradient steps per round
     target_update_every: Count = 100  # environment steps between updates of the target network

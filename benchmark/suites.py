@@ -272,6 +272,22 @@ SUITES = {
         Cell("rainbow", "Acrobot-v1", 100_000, seeds=10, bar=-77),
         Cell("rainbow", "MountainCar-v0", 120_000, seeds=10, bar=-115),
     ],
+    # One part out at a time, as in the paper. Without noise, random actions explore.
+    "rainbow_ablation": [
+        Cell(
+            "rainbow", "Acrobot-v1", 40_000, 10, None, ("--eval-every", "4000", *args), name,
+            "benchmark/without.py" if "--without" in args else "",
+        )
+        for name, args in {
+            "full": (),
+            "no_distribution": ("--without", "distribution", "--num-atoms", "1"),
+            "no_double": ("--without", "double"),
+            "no_dueling": ("--without", "dueling"),
+            "no_noise": ("--without", "noise", "--epsilon", "0.05"),
+            "no_n_step": ("--n-step", "1"),
+            "no_priorities": ("--per-alpha", "0"),
+        }.items()
+    ],
     # Rewards that random actions do not find, and ppo.py on the grid at equal steps and settings;
     # benchmark/visits.py counts what is visited.
     "ppo_rnd": [

@@ -295,3 +295,46 @@ def test_atoms_need_a_range(ends, capsys):
     assert call_main(rainbow, *flags(short(**ends))) == 2
     err = capsys.readouterr().err.strip()
     assert "--v-min" in err and "--v-max" in err and len(err.splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------ one part left out
+@pytest.fixture
+def rainbow_without(tmp_path):
+    """rainbow_without(part) is the script that benchmark/without.py runs."""
+    without = load_script("without", conftest.ROOT / "benchmark/without.py")
+
+    def load(part):
+        (path := tmp_path / part / "rainbow.py").parent.mkdir()
+        path.write_text(without.script_without(part))
+        return load_script("rainbow", path)
+
+    return load
+
+
+def test_without_a_distribution_one_number_is_fitted_by_half_the_huber_loss(rainbow_without):
+    module = rainbow_without("distribution")
+    module.check_ranges(module.Args(num_atoms=1))
+    q_value, target = 3 * torch.randn(20), 3 * torch.randn(20)
+    huber = nn.functional.huber_loss(q_value, target, reduction="none")
+    torch.testing.assert_close(module.quantile_loss(q_value[:, None], target[:, None]), huber / 2)
+
+
+def test_without_dueling_or_noise_the_advantages_are_all_and_weights_are_still(rainbow_without):
+    obs, space = torch.randn(5, 4), rainbow.Layout((4,))
+    module = rainbow_without("dueling")
+    agent = module.Agent(space, Discrete(3), short(quantiles=True), CPU)
+    torch.testing.assert_close(agent(obs), agent.advantage(agent.trunk(obs)).view(5, 3, -1))
+    module = rainbow_without("noise")
+    agent, before = module.Agent(space, Discrete(3), short(), CPU), []
+    for _ in range(2):
+        module.redraw_noise(agent)
+        before.append(agent.train()(obs))
+    assert torch.equal(*before)
+
+
+def test_without_double_the_target_network_chooses(rainbow_without, record):
+    module = rainbow_without("double")
+    chosen, acts = record(module.Agent, "q_values"), record(module.Agent, "act")
+    conftest.quick(module, **RHYTHM)
+    assert len({id(given[0]) for given, _ in chosen}) == 2  # the agent acts, its target chooses
+    assert sum(given[0] is not acts[0][0][0] for given, _ in chosen) > 10
