@@ -271,6 +271,7 @@ SUITES = {
         Cell("rainbow", "CartPole-v1", 50_000, seeds=10, bar=475),
         Cell("rainbow", "Acrobot-v1", 100_000, seeds=10, bar=-77),
         Cell("rainbow", "MountainCar-v0", 120_000, seeds=10, bar=-115),
+        Cell("rainbow", "LunarLander-v3", 300_000, seeds=5, bar=240),
     ],
     # One part out at a time, as in the paper. Without noise, random actions explore.
     "rainbow_ablation": [
