@@ -162,6 +162,8 @@ def train(args: Args) -> np.ndarray:
         flag = f"--learning-starts {args.learning_starts}"
         some = f"try {args.total_timesteps // 10}, or train longer"
         raise UsageError(f"{flag} with --total-timesteps {args.total_timesteps} leaves no update: {some}")
+    if not args.quantiles:
+        say(f"values end at --v-min {args.v_min:g} and --v-max {args.v_max:g}; with --quantiles they do not")
     target_agent = copy.deepcopy(agent)
     target_agent.obs_norm = agent.obs_norm  # one normalizer for both networks
     graph = args.cuda_graph and device.type == "cuda"

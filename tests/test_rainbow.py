@@ -297,6 +297,13 @@ def test_atoms_need_a_range(ends, capsys):
     assert "--v-min" in err and "--v-max" in err and len(err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("quantiles", [False, True])
+def test_the_range_of_atoms_is_said_before_anything_is_learned(quantiles, capsys):
+    quick(v_min=-3.0, v_max=70.0, quantiles=quantiles, total_timesteps=32)
+    first = capsys.readouterr().out.partition("run folder")[0]
+    assert ("--v-min -3" in first and "--v-max 70" in first) != quantiles
+
+
 # ------------------------------------------------------------------------------------------ one part left out
 @pytest.fixture
 def rainbow_without(tmp_path):
