@@ -493,8 +493,8 @@ TUNED = {
     "CartPole-v1": dict(total_timesteps=2_000, expert_episodes=10, eval_every=500),
     "Pendulum-v1": dict(total_timesteps=10_000, expert_episodes=40, loss="mse", batch_size=256,
                         activation="relu"),
-    "HalfCheetah-v5": dict(total_timesteps=10_000, expert_episodes=20, loss="mse", batch_size=256,
-                           hidden_sizes=(256, 256), activation="relu", normalize_obs=True, eval_every=2_500),
+    "mujoco": dict(total_timesteps=10_000, expert_episodes=20, loss="mse", batch_size=256,
+                   hidden_sizes=(256, 256), activation="relu", normalize_obs=True, eval_every=2_500),
 }  # fmt: skip
 
 

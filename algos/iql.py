@@ -12,8 +12,9 @@ Differences from the paper:
  3. Actor and value are initialized orthogonally, with gain sqrt(2) in hidden layers, 0.01 at the actor's
     output and 1 at the value's; the critics are initialized as in nn.Linear.
  4. The actor's learning rate decays along a cosine, as in the authors' code; online it is constant.
- 5. Optional: normalized observations, and the options of sac.py for gradients and targets. Images go through
-    a Nature CNN (Mnih et al. 2015): one for the actor, one for V and one that the critics share.
+ 5. In MuJoCo, observations are normalized, and the range of returns that scales rewards includes 0.
+ 6. Optional: the options of sac.py for gradients and targets. Images go through a Nature CNN (Mnih et al.
+    2015): one for the actor, one for V and one that the critics share.
 
     python algos/sac.py --env-id Pendulum-v1 --run-dir runs/pendulum
     python benchmark/record.py runs/pendulum --replay --out pendulum.npz
@@ -108,7 +109,7 @@ class Args:
     critic_sizes: tuple[Count, ...] | None = None  # hidden layers of critics and V; None: hidden_sizes
     activation: Literal["tanh", "relu", "elu", "silu"] = "relu"  # after each hidden layer
     normalize_obs: bool = False  # scale observations to mean 0 and variance 1 in the data set, clip to +-10
-    normalize_reward: bool = False  # scale rewards so that returns in the data set span 1000
+    normalize_reward: bool = False  # scale rewards so that 0 and the returns in the data set span 1000
     reward_scale: float = 1.0  # factor on rewards, for learning only
 
 
@@ -147,9 +148,10 @@ def train(args: Args) -> np.ndarray:
     returns = [float(episode["reward"].sum()) for episode in episodes]
     low, high = min(returns), max(returns)
     say(f"data set: {len(returns):,} episodes with returns from {low:.1f} to {high:.1f}")
-    if args.normalize_reward and math.isclose(low, high):
-        raise UsageError("--normalize-reward needs episodes of different returns")
-    reward_scale = args.reward_scale * (1000 / (high - low) if args.normalize_reward else 1)
+    span = max(high, 0.0) - min(low, 0.0)  # with 0, or an expert's returns, all alike, would be blown up
+    if args.normalize_reward and not span:
+        raise UsageError("--normalize-reward needs returns other than 0")
+    reward_scale = args.reward_scale * (1000 / span if args.normalize_reward else 1)
     actor_lr = args.learning_rate if args.actor_lr is None else args.actor_lr
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
     value_lr = args.learning_rate if args.value_lr is None else args.value_lr
@@ -485,7 +487,8 @@ def to_standard(action, space):
 TUNED = {
     "Pendulum-v1": dict(total_timesteps=10_000, gamma=0.98, hidden_sizes=(64, 64), learning_rate=1e-3,
                         normalize_reward=True, eval_every=2_500),
-    "mujoco": dict(normalize_reward=True, eval_every=20_000, checkpoint_every=100_000, torch_threads=2),
+    "mujoco": dict(normalize_obs=True, normalize_reward=True, eval_every=20_000, checkpoint_every=100_000,
+                   torch_threads=2),
 }  # fmt: skip
 
 
