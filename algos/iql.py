@@ -12,7 +12,7 @@ Differences from the paper:
  3. Actor and value are initialized orthogonally, with gain sqrt(2) in hidden layers, 0.01 at the actor's
     output and 1 at the value's; the critics are initialized as in nn.Linear.
  4. The actor's learning rate decays along a cosine, as in the authors' code; online it is constant.
- 5. In MuJoCo, observations are normalized, and the range of returns that scales rewards includes 0.
+ 5. The range of returns that scales rewards includes 0. In MuJoCo, observations are normalized.
  6. Optional: the options of sac.py for gradients and targets. Images go through a Nature CNN (Mnih et al.
     2015): one for the actor, one for V and one that the critics share.
 
@@ -148,7 +148,7 @@ def train(args: Args) -> np.ndarray:
     returns = [float(episode["reward"].sum()) for episode in episodes]
     low, high = min(returns), max(returns)
     say(f"data set: {len(returns):,} episodes with returns from {low:.1f} to {high:.1f}")
-    span = max(high, 0.0) - min(low, 0.0)  # with 0, or an expert's returns, all alike, would be blown up
+    span = max(high, 0.0) - min(low, 0.0)  # with 0, since an expert's returns hardly differ
     if args.normalize_reward and not span:
         raise UsageError("--normalize-reward needs returns other than 0")
     reward_scale = args.reward_scale * (1000 / span if args.normalize_reward else 1)

@@ -12,7 +12,7 @@ its mean, together with the five extensions of dqn.py.
 
 The distribution, its projection and its loss are from C51 (Bellemare et al. 2017, 1707.06887). dqn.py names
 the papers of the others. Optional: quantiles of the return instead of atoms (QR-DQN, Dabney et al. 2018,
-1710.10044); they need no range.
+1710.10044), which need no range; random actions besides the noise (--epsilon).
 
 Differences from the paper:
  1. A time limit does not end the return: the target bootstraps from the true final observation.
@@ -77,7 +77,7 @@ class Args:
     eval_episodes: Count = 10  # episodes per evaluation, each in its own environment
     eval_max_steps: Count = 100_000  # steps after which an evaluation ends, finished or not
     eval_seed: Seed = 10_000_000  # seed of all evaluations
-    sample_actions: bool = False  # evaluations explore as in training, by noise that stays
+    sample_actions: bool = False  # evaluations explore as in training, by noise that stays and epsilon
     log_every: int = 1_000  # environment steps between log entries
     capture_video: bool = False  # record a video of the first episode of each evaluation
     info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
@@ -96,8 +96,8 @@ class Args:
     v_max: float = 10.0  # highest atom; higher returns count as this one
     n_step: Count = 3  # rewards in a target before it bootstraps
     noise_std: Rate = 0.5  # initial noise of a weight (factorized), times 1 / sqrt(inputs of its layer)
-    epsilon: Share = 0.0  # share of random actions besides the noise, once learning has started
     independent_noise: bool = False  # one random number per weight, not per input and output
+    epsilon: Share = 0.0  # share of random actions besides the noise, once learning has started
     per_alpha: Share = 0.5  # exponent of the priorities; 0: uniform sampling
     per_beta_start: Share = 0.4  # importance-sampling exponent; rises linearly to 1
     per_eps: Annotated[float, (1e-12, 1)] = 1e-6  # added to each priority, so that none is 0

@@ -1,4 +1,4 @@
-"""Rainbow without one of its parts, for the picture in docs/rainbow.md.
+"""Rainbow without one of its parts, for the suite rainbow_ablation.
 
 It changes a line of algos/rainbow.py and runs that with the other arguments.
 
@@ -32,15 +32,13 @@ def script_without(part: str) -> str:
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    if "--without" in words:
-        at = words.index("--without")
-        path = Path(tempfile.mkdtemp()) / "rainbow.py"
-        path.write_text(script_without(words[at + 1]), encoding="utf-8")
-        del sys.argv[at + 1 : at + 3]
-    else:  # the run folder has a copy of what trained there
-        path = (
-            Path(words[words.index("--evaluate" if "--evaluate" in words else "--resume") + 1]) / "rainbow.py"
-        )
-    sys.path[0] = str(path.parent)
-    runpy.run_path(str(path), run_name="__main__")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "rainbow.py"
+        if "--without" in sys.argv:
+            at = sys.argv.index("--without")
+            path.write_text(script_without(sys.argv[at + 1]), encoding="utf-8")
+            del sys.argv[at : at + 2]
+        else:  # the run folder has a copy of what trained there
+            flag = "--evaluate" if "--evaluate" in sys.argv else "--resume"
+            path = Path(sys.argv[sys.argv.index(flag) + 1]) / "rainbow.py"
+        runpy.run_path(str(path), run_name="__main__")

@@ -135,7 +135,7 @@ def test_a_transition_never_joins_two_episodes_and_only_terminations_end_the_ret
 
 @pytest.mark.parametrize("normalize", [False, True])
 def test_rewards_are_scaled_by_the_returns_in_the_data_set_and_evaluations_are_not(record, seen, normalize):
-    """The paper's factor makes 0 and the returns span 1000. Online it stays: Ones pays 3 a step."""
+    """The factor makes 0 and the returns span 1000. Online it stays: Ones pays 3 a step."""
     calls = record(iql, "critic_loss")
     ones = dict(env="Ones", env_kwargs=dict(pay=3.0), gamma=0.0, batch_size=64, total_timesteps=60)
     rewards = np.random.default_rng(1).normal(size=18) + 2  # returns are positive, 0 is not among them
