@@ -273,11 +273,12 @@ def test_the_noise_stays_until_an_update_draws_it_anew_for_both_networks(record,
 
 
 @pytest.mark.parametrize("env", ["Walk", "Loop"])  # a mask may forbid what was held
-def test_random_actions_are_held_for_random_hold_steps(env, record, seen):
-    draws = record(rainbow, "random_actions")
+def test_actions_are_held_for_random_hold_steps_before_learning_starts(env, record, seen):
+    acts = record(rainbow.Agent, "act")
     quick(env, learning_starts=80, random_hold=4, checkpoint_every=22)  # two environments: a segment at 44
     begins = range(0, 80, 8) if env == "Walk" else range(0, 80, 2)
-    assert [call.step for call in draws if call.step < 80] == sorted({*begins, 44})
+    steps = [call.step for call in acts if call[0][-1] is False]  # not those of evaluations
+    assert steps == sorted({*begins, 44, *range(80, 96, 2)})
 
 
 def test_actions_before_learning_are_uniform_and_legal_ones_of_a_policy_are_the_best():
