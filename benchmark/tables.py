@@ -72,11 +72,23 @@ def first_result(algo: str) -> tuple[str, str]:
     found = [row for row in scored(algo, ablations=False) if row[2]]
     judged = [passes(scores, cell.bar) for _, cell, scores in found if cell.bar is not None]
     if not found:
-        return "–", "–"
+        return offline_result(algo), "–"
     same = [(title, scores) for title, cell, scores in found if cell.env_id == found[0][1].env_id]
     title, scores = min(same, key=lambda x: len(x[0]))  # without a variant, if there is such a one
     mean = statistics.mean(scores)
     return f"{title} {number(mean, mean)}", f"{sum(judged)}/{len(judged)}"
+
+
+def offline_result(algo: str) -> str:
+    """A result on the first data set of benchmark/offline.py, for the README."""
+    rows = [row for row in rows_of(RESULTS / "offline.csv") if row["algo"] == algo]
+    if not rows:
+        return "–"
+    env_id, data = rows[0]["env_id"], rows[0]["data"]
+    mean = statistics.mean(
+        float(x["return_mean"]) for x in rows if (x["env_id"], x["data"]) == (env_id, data)
+    )
+    return f"{env_id}, {data.replace('_', ' ')} data {number(mean, mean)}"
 
 
 def results_table(algo: str) -> str:
