@@ -370,7 +370,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, but DQN needs Discrete: try ppo.py")
+            raise UsageError(f"the actions of {args.env_id} are not Discrete: try ppo.py")
         if not args.hidden_sizes:
             raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space

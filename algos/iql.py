@@ -156,6 +156,8 @@ def train(args: Args) -> np.ndarray:
     critic_lr = args.learning_rate if args.critic_lr is None else args.critic_lr
     value_lr = args.learning_rate if args.value_lr is None else args.value_lr
     offline_steps = max(args.total_timesteps - args.finetune_steps, 0)
+    if not offline_steps:
+        say("note: all steps are online, since --finetune-steps are the last of --total-timesteps")
     graph = args.cuda_graph and device.type == "cuda"
     adam = lambda weights, lr, decay=0.0: Adam([(weights, lr)], device, graph=graph, weight_decay=decay)
     actor_optimizer = adam(agent.actor.parameters(), actor_lr, args.actor_weight_decay)
@@ -362,7 +364,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try bc.py")
+            raise UsageError(f"the actions of {args.env_id} are not a bounded Box: try bc.py")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_space, action_space, args)

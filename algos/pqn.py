@@ -293,7 +293,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, but PQN needs Discrete: try ppo.py")
+            raise UsageError(f"the actions of {args.env_id} are not Discrete: try ppo.py")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.num_actions = int(action_space.n)
         self.epsilon = args.epsilon_end  # training updates it at each step

@@ -264,8 +264,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            have = f"{args.env_id} has {action_space} actions"
-            raise UsageError(f"{have}, but Q-learning needs Discrete: try ppo.py")
+            raise UsageError(f"the actions of {args.env_id} are not Discrete: try ppo.py")
         self.obs_space, self.action_space = obs_space, action_space
         self.epsilon = args.epsilon_min  # training updates it at each step
         # obs_space describes vectors; the grid needs the environment's own space

@@ -376,7 +376,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Discrete):
-            raise UsageError(f"{args.env_id} has {action_space} actions, not Discrete ones: try ppo.py")
+            raise UsageError(f"the actions of {args.env_id} are not Discrete: try ppo.py")
         if not args.hidden_sizes:
             raise UsageError("--hidden-sizes is empty: give the width of at least one layer")
         if not -math.inf < args.v_min < args.v_max < math.inf:

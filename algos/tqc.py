@@ -403,7 +403,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"{args.env_id} has {action_space} actions, not a bounded Box: try ppo.py")
+            raise UsageError(f"the actions of {args.env_id} are not a bounded Box: try ppo.py")
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.actor = Actor(obs_space, action_space, args)

@@ -270,7 +270,7 @@ def refused(capsys, args, words):
 @pytest.mark.parametrize("num_envs", [1, 3])
 @pytest.mark.parametrize("finetune_steps", [0, 60, 99, 200])
 def test_the_environment_is_not_stepped_before_its_time_then_once_for_each_update(
-    record, num_envs, finetune_steps
+    record, num_envs, finetune_steps, capsys
 ):
     updates = record(iql, "critic_loss")
     quick(
@@ -283,6 +283,7 @@ def test_the_environment_is_not_stepped_before_its_time_then_once_for_each_updat
     offline = max(100 - finetune_steps, 0)
     online = math.ceil((100 - offline) / num_envs) * num_envs
     assert probe_envs.Walk.count["rollout"] == online
+    assert ("all steps are online" in capsys.readouterr().out) == (not offline)
     assert len(updates) == checkpoint()["run"]["env_steps"] == offline + online
 
 

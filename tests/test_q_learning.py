@@ -180,7 +180,7 @@ def test_every_value_of_a_discrete_space_has_a_state_of_its_own(ql, space, sizes
     ("CartPole-v1", {}, "--obs-low --obs-high"), ("Walk", dict(obs_low=(0, 0), obs_high=(1, 0)), "--obs-low"),
     ("Walk", dict(obs_low=(0,)), "Walk --obs-low 1 2"), ("Walk", dict(obs_high=(0,)), "Walk --obs-high 1 2"),
     ("Walk", dict(grid_size=(1, 2, 3)), "--grid-size 3 2"), ("Walk", dict(grid_size=(4000,)), "10 million"),
-    ("Walk", dict(env_kwargs={"actions": "box"}), "Walk Discrete Box ppo.py"),
+    ("Walk", dict(env_kwargs={"actions": "box"}), "Walk Discrete ppo.py"),
     *(("Spaces", {"env_kwargs": {"obs": obs}}, "dqn.py") for obs in ("hwc", "dict", "multi_binary", "tuple")),
 ])  # fmt: skip
 def test_what_has_no_table_is_refused_by_name(ql, env, changes, words):
