@@ -250,6 +250,13 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
         f"{variants('dqn', 'plain_40 noisy_40', f'{HIDDEN}Chain-v0')} "
         f"{variants('dqn', 'plain per', f'{HIDDEN}Lock-v0')}"
     ),
+    "rainbow_ablation": Figure(
+        variants(
+            "rainbow",
+            "full no_distribution no_double no_dueling no_noise no_n_step no_priorities",
+            "Acrobot-v1",
+        )
+    ),
     "dqn_pong": Figure(variants("dqn", "1_step 1_step_sticky 4_step 4_step_sticky", PONG)),
     "dqn_pong_variants": Figure(
         variants("dqn", "1_step 4_step 4_step_double 4_step_dueling 4_step_noisy 4_step_per", PONG)

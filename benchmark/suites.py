@@ -284,7 +284,7 @@ SUITES = {
     # One part out at a time, as in the paper. Without noise, random actions explore.
     "rainbow_ablation": [
         Cell(
-            "rainbow", "Acrobot-v1", 40_000, 10, None, ("--eval-every", "4000", *args), name,
+            "rainbow", "Acrobot-v1", 40_000, 5, None, ("--eval-every", "4000", *args), name,
             "benchmark/without.py" if "--without" in args else "",
         )
         for name, args in {
