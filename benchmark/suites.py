@@ -386,6 +386,8 @@ PUBLISHED = {
     ("ppo", "LunarLanderContinuous-v3"): "270.9 at 1M on -v2 (RL Baselines3 Zoo, one run)",
     ("ppo", "HalfCheetah-v5"): "1442.6 at 1M on -v4 (CleanRL, training return)",
     ("ppo", "Hopper-v5"): "2382.9 at 1M on -v4 (CleanRL, training return)",
+    ("ppo", "Walker2d-v5"):
+        "2288 ± 572 at 1M on -v4 (CleanRL, training return); 3479 at 1M on -v3 (Zoo, one run)",
     ("rainbow", "CartPole-v1"): "500 at 50k (QR-DQN, Zoo, one run); 386 ± 64 (QR-DQN, sb3-contrib)",
     ("rainbow", "MountainCar-v0"): "-106.0 at 120k (QR-DQN, Zoo, one run); -111 ± 4 (QR-DQN, sb3-contrib)",
     ("rainbow", "Acrobot-v1"): "-69.1 at 100k (QR-DQN, Zoo, one run); -73 ± 2 (QR-DQN, sb3-contrib)",
@@ -403,6 +405,7 @@ PUBLISHED = {
     ("trpo", "LunarLander-v3"): "133.2 at 200k on -v2 (RL Baselines3 Zoo, one run)",
     ("trpo", "HalfCheetah-v5"): "1803 ± 46 at 1M on -v3 (sb3-contrib)",
     ("trpo", "Hopper-v5"): "3372 ± 215 at 1M on -v3 (sb3-contrib)",
+    ("trpo", "Walker2d-v5"): "4502 ± 234 at 1M on -v3 (sb3-contrib)",
     ("a2c", "CartPole-v1"): "496.7 at 200k (SLM-Lab, training return)",
     ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
     ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
