@@ -246,7 +246,7 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(capsys, changes, words)
 @pytest.mark.parametrize("changes, words", [
     (dict(dataset="none.npz"), "none.npz"), (dict(dataset="probe/nowhere-v0"), "probe/nowhere-v0"),
     (dict(dataset=""), "--dataset is missing"), (dict(env_id="probe_envs:Box-v0", env_kwargs={}), "obs (2,)"),
-    (dict(env_kwargs={"actions": "discrete"}), "Discrete bc.py"), (dict(expectile=1.1), "--expectile"),
+    (dict(env_kwargs={"actions": "discrete"}), "Box bc.py"), (dict(expectile=1.1), "--expectile"),
     (dict(env_id="ALE/Pong-v5", env_kwargs={"continuous": True}), "Atari"),
     (dict(normalize_reward=True, reward=np.zeros(18)), "--normalize-reward returns"),
 ])  # fmt: skip

@@ -630,7 +630,7 @@ def test_it_learns_to_learn():
 @pytest.mark.parametrize("changes, says", [
     (dict(num_envs=6), "--num-train-tasks 5"),
     (dict(env_id="Pendulum-v1", env_kwargs={}), "is not a family of tasks"),
-    (dict(env_kwargs={"actions": "discrete"}), "Discrete"),
+    (dict(env_kwargs={"actions": "discrete"}), "bounded Box"),
     (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "image observations"),
     (dict(steps_prior=0), "--steps-prior 0"),
     (dict(learning_starts=97), "--learning-starts 97"),
