@@ -20,7 +20,7 @@ import numpy as np
 from plot import stratified_bootstrap
 from run import ROOT, iqm, load_script
 
-KINDS, SEEDS = ("random", "medium_replay", "beginner", "mix", "expert"), range(1, 6)
+KINDS, SEEDS = ("random", "medium_replay", "policies", "beginner", "mix", "expert"), range(1, 6)
 LOCOMOTION = ("HalfCheetah-v5", "Hopper-v5")
 BOTH = dict(hidden_sizes=(64, 64), batch_size=256, total_timesteps=5_000, torch_threads=1)
 LARGER = dict(hidden_sizes=(128, 128), batch_size=128, total_timesteps=20_000)  # for locomotion
