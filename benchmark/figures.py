@@ -241,6 +241,7 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "family": Figure(of("reinforce vpg a2c trpo ppo", "CartPole-v1")),
     "grpo_ppo": Figure(of("ppo grpo", "CartPole-v1", "Acrobot-v1", "Pendulum-v1") + " grpo-dr/CartPole-v1"),
     "minatar": Figure(of("ppo pqn dqn", BREAKOUT)),
+    "rainbow_minatar": Figure(of("rainbow-200k dqn-200k", BREAKOUT)),
     "dqn_ablation": Figure(
         variants("dqn", "plain double dueling noisy 3_step per all all_but_noisy", LANDER)
     ),
