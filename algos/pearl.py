@@ -394,7 +394,7 @@ class Agent(nn.Module):
     def __init__(self, obs_space, action_space, args, device):
         super().__init__()
         if not isinstance(action_space, Box) or not action_space.is_bounded():
-            raise UsageError(f"the actions of {args.env_id} are not a bounded Box")
+            raise UsageError(f"the actions of {args.env_id} are not a bounded Box, which PEARL needs")
         if obs_space.images:
             text = "a context holds many transitions, so turn the images into a few numbers"
             raise UsageError(f"{args.env_id} has image observations: {text}")
