@@ -257,6 +257,16 @@ def test_what_it_cannot_do_is_refused_with_a_way_out(script, words, hint):
         script.train(script.parse_args(words))
 
 
+@pytest.mark.parametrize("name", [*scripts_with("ReplayBuffer"), *scripts_with("FrameBuffer")])
+def test_actions_that_a_script_cannot_take_are_refused(name):
+    script = load_script(name)
+    env_id, needs = (
+        ("Pendulum-v1", "Discrete") if hasattr(script, "FrameBuffer") else ("CartPole-v1", "bounded Box")
+    )
+    with pytest.raises(script.UsageError, match=f"{env_id} are not .*{needs}"):
+        script.train(script.make_args(env_id, device="cpu"))
+
+
 # ---------------------------------------------------------------------------------------------- ddpg and td3
 def test_the_target_is_the_reward_and_the_least_value_of_targets(seen, record, drawn):
     losses, batches = record(td3, "critic_loss"), drawn(td3)
