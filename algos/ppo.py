@@ -482,6 +482,8 @@ TUNED = {
     # these follow CleanRL's settings for MuJoCo and Atari, which also clip the value
     "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),
+    "Swimmer-v5": dict(num_envs=4, num_steps=1024, num_minibatches=16, learning_rate=6e-4, gamma=0.9999,
+                       gae_lambda=0.98),  # as in RL Baselines3 Zoo
     "atari": dict(total_timesteps=10_000_000, num_envs=8, update_epochs=4, learning_rate=2.5e-4,
                   anneal_lr=True, clip_coef=0.1, entropy_coef=0.01, shared_trunk=True, hidden_sizes=(512,),
                   activation="relu", clip_reward=True, eval_every=500_000, checkpoint_every=50_000,

@@ -310,9 +310,13 @@ SUITES = {
         Cell("ppo", "HalfCheetah-v5", 1_000_000, 5, None, FOUR),
         Cell("ppo", "Hopper-v5", 1_000_000, 5, None, FOUR),
         Cell("ppo", "Walker2d-v5", 1_000_000, 5, None, FOUR),
+        Cell("ppo", "Swimmer-v5", 1_000_000, 5, None, LONG),
+        Cell("ppo", "Ant-v5", 1_000_000, 5, None, FOUR),
         Cell("trpo", "HalfCheetah-v5", 1_000_000, 5, None, LONG),
         Cell("trpo", "Hopper-v5", 1_000_000, 5, None, LONG),
         Cell("trpo", "Walker2d-v5", 1_000_000, 5, None, LONG),
+        Cell("trpo", "Swimmer-v5", 1_000_000, 5, None, LONG),
+        Cell("trpo", "Ant-v5", 1_000_000, 5, None, LONG),
     ],
     # Experts first: docs/bc.md. The bar of Pendulum is 10% below the return of its expert, -142.5, that of
     # HalfCheetah 20% below its own, 4773.8.
@@ -389,6 +393,8 @@ PUBLISHED = {
     ("ppo", "Hopper-v5"): "2382.9 at 1M on -v4 (CleanRL, training return)",
     ("ppo", "Walker2d-v5"):
         "2288 ± 572 at 1M on -v4 (CleanRL, training return); 3479 at 1M on -v3 (Zoo, one run)",
+    ("ppo", "Swimmer-v5"): "281.6 at 1M on -v3 (RL Baselines3 Zoo, one run)",
+    ("ppo", "Ant-v5"): "1327 at 1M on -v3 (RL Baselines3 Zoo, one run)",
     ("rainbow", "CartPole-v1"): "500 at 50k (QR-DQN, Zoo, one run); 386 ± 64 (QR-DQN, sb3-contrib)",
     ("rainbow", "MountainCar-v0"): "-106.0 at 120k (QR-DQN, Zoo, one run); -111 ± 4 (QR-DQN, sb3-contrib)",
     ("rainbow", "Acrobot-v1"): "-69.1 at 100k (QR-DQN, Zoo, one run); -73 ± 2 (QR-DQN, sb3-contrib)",
@@ -407,6 +413,8 @@ PUBLISHED = {
     ("trpo", "HalfCheetah-v5"): "1803 ± 46 at 1M on -v3 (sb3-contrib)",
     ("trpo", "Hopper-v5"): "3372 ± 215 at 1M on -v3 (sb3-contrib)",
     ("trpo", "Walker2d-v5"): "4502 ± 234 at 1M on -v3 (sb3-contrib)",
+    ("trpo", "Swimmer-v5"): "359 ± 2 at 1M on -v3 (sb3-contrib)",
+    ("trpo", "Ant-v5"): "3554 ± 591 at 1M on -v3 (sb3-contrib)",
     ("a2c", "CartPole-v1"): "496.7 at 200k (SLM-Lab, training return)",
     ("a2c", "Acrobot-v1"): "-84.0 at 300k (SLM-Lab, training return); -83.4 at 500k (Zoo, one run)",
     ("a2c", "Pendulum-v1"): "-163.0 at 1M (RL Baselines3 Zoo, one run, with gSDE)",
