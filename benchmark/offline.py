@@ -32,7 +32,7 @@ OF = dict(  # an algorithm's own
 )
 NAMES = dict(bc="cloning", td3_bc="TD3+BC", iql="IQL", iql_online="2,500 steps online")
 IN = {  # what an algorithm needs in an environment, where TUNED has nothing else
-    ("iql", "InvertedPendulum-v5"): dict(normalize_reward=False),  # an expert's returns are all equal
+    ("iql", "InvertedPendulum-v5"): dict(normalize_reward=False),  # rewards of 1 as they come
     ("iql_online", "InvertedPendulum-v5"): dict(normalize_reward=False),
     ("td3_bc", "Pendulum-v1"): dict(gamma=0.98, bc_alpha=20),  # 2.5 is hardly better than cloning
 }
