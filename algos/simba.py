@@ -492,10 +492,10 @@ TUNED = {  # from our own experiments; one core manages these sizes, the paper's
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, batch_size=128,
                         actor_width=32, critic_width=64, critic_blocks=1, updates_per_step=1.0,
                         learning_rate=1e-3, eval_every=2_500),
-    "mujoco": dict(batch_size=128, actor_width=64, critic_width=128, critic_blocks=1, updates_per_step=1.0,
-                   learning_rate=1e-3, learning_starts=10_000, eval_every=20_000, checkpoint_every=100_000),
-    "HalfCheetah-v5": dict(alpha=0.1, target_entropy=-6.0, reward_scale=0.1),
-    "Hopper-v5": dict(alpha=1.0, target_entropy=-3.0),
+    "mujoco": dict(batch_size=128, critic_width=128, critic_blocks=1, updates_per_step=1.0, alpha=0.1,
+                   learning_rate=1e-3, anneal_lr=True, learning_starts=10_000, reward_scale=0.1,
+                   eval_every=20_000, checkpoint_every=100_000),
+    "HalfCheetah-v5": dict(target_entropy=-6.0),
 }  # fmt: skip
 
 
