@@ -488,7 +488,7 @@ class ObsNorm(RunningNorm):
         return torch.cat([super().forward(obs[:, :n]), obs[:, n:]], dim=1)
 
 
-TUNED = {  # from our own experiments; one core manages these sizes, the paper's take 25 times as long
+TUNED = {  # from our own experiments; one core manages these sizes, the paper's take 20 times as long
     "Pendulum-v1": dict(total_timesteps=20_000, learning_starts=1_000, gamma=0.98, batch_size=128,
                         actor_width=32, critic_width=64, critic_blocks=1, updates_per_step=1.0,
                         learning_rate=1e-3, eval_every=2_500),
