@@ -494,8 +494,7 @@ TUNED = {  # from our own experiments; one core manages these sizes, the paper's
                         learning_rate=1e-3, eval_every=2_500),
     "mujoco": dict(batch_size=128, critic_width=128, critic_blocks=1, updates_per_step=1.0, alpha=0.1,
                    learning_rate=1e-3, anneal_lr=True, learning_starts=10_000, reward_scale=0.1,
-                   eval_every=20_000, checkpoint_every=100_000),
-    "HalfCheetah-v5": dict(target_entropy=-6.0),
+                   eval_every=20_000, checkpoint_every=100_000), "HalfCheetah-v5": dict(target_entropy=-6.0),
 }  # fmt: skip
 
 
