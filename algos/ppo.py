@@ -458,7 +458,7 @@ class RewardNorm(nn.Module):
         return (reward * (self.statistics.var + 1e-8).rsqrt()).clamp(-10, 10).float()
 
 
-# Acrobot follows SLM-Lab; the others come from our own sweeps around RL Baselines3 Zoo's ppo.yml.
+# Acrobot follows SLM-Lab, Swimmer RL Baselines3 Zoo; the others come from our own sweeps around its ppo.yml.
 TUNED = {
     "CartPole-v1": dict(total_timesteps=100_000, num_envs=8, num_steps=64, learning_rate=1e-3, gamma=0.98,
                         gae_lambda=0.9, anneal_lr=True),
@@ -479,11 +479,11 @@ TUNED = {
                                      num_minibatches=256, update_epochs=4, learning_rate=6e-4, gamma=0.999,
                                      gae_lambda=0.98, normalize_reward=True, anneal_lr=True,
                                      log_std_init=0.0, eval_every=50_000),
+    "Swimmer-v5": dict(num_envs=4, num_steps=1024, num_minibatches=16, learning_rate=6e-4, gamma=0.9999,
+                       gae_lambda=0.98),
     # these follow CleanRL's settings for MuJoCo and Atari, which also clip the value
     "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),
-    "Swimmer-v5": dict(num_envs=4, num_steps=1024, num_minibatches=16, learning_rate=6e-4, gamma=0.9999,
-                       gae_lambda=0.98),  # as in RL Baselines3 Zoo
     "atari": dict(total_timesteps=10_000_000, num_envs=8, update_epochs=4, learning_rate=2.5e-4,
                   anneal_lr=True, clip_coef=0.1, entropy_coef=0.01, shared_trunk=True, hidden_sizes=(512,),
                   activation="relu", clip_reward=True, eval_every=500_000, checkpoint_every=50_000,
