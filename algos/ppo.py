@@ -481,6 +481,7 @@ TUNED = {
                                      log_std_init=0.0, eval_every=50_000),
     "Swimmer-v5": dict(num_envs=4, num_steps=1024, num_minibatches=16, learning_rate=6e-4, gamma=0.9999,
                        gae_lambda=0.98),
+    "Ant-v5": dict(log_std_init=-1.0),  # wide noise costs more than the reward for living: ants would fall
     # these follow CleanRL's settings for MuJoCo and Atari, which also clip the value
     "mujoco": dict(num_envs=1, num_steps=2048, num_minibatches=32, normalize_obs=True, normalize_reward=True,
                    anneal_lr=True, log_std_init=0.0, eval_every=50_000),

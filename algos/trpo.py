@@ -510,6 +510,7 @@ TUNED = {
     "mujoco": dict(num_envs=2, num_steps=1024, gae_lambda=0.95, hvp_damping=0.1, value_epochs=20,
                    log_std_init=0.0, normalize_obs=True, normalize_reward=True, eval_every=50_000),
     "Swimmer-v5": dict(gamma=0.9999, gae_lambda=0.98),
+    "Ant-v5": dict(log_std_init=-1.0),
 }  # fmt: skip
 
 
