@@ -36,7 +36,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_type_hints
-from zipfile import BadZipFile
 
 import cv2
 import gymnasium as gym
@@ -435,7 +434,7 @@ def read_episodes(name, args, agent, limit=None, transitions=False):
                 raise ValueError("all arrays must be as long as the sum of lengths, and no length may be 0")
             spans = [*zip(lengths.cumsum() - lengths, lengths.cumsum(), strict=True)][:limit]
             found = [{what: x[first:end] for what, x in arrays.items()} for first, end in spans]
-    except (BadZipFile, ImportError, IndexError, KeyError, OSError, TypeError, ValueError) as error:
+    except Exception as error:  # a damaged file may raise anything
         raise UsageError(f"cannot read {name}: {error}") from None
     if not found:
         raise UsageError(f"{name} has no episodes")

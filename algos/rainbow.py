@@ -384,7 +384,8 @@ class Agent(nn.Module):
         self.device, self.obs_space, self.action_space = device, obs_space, action_space
         self.num_actions, self.quantiles = int(action_space.n), args.quantiles
         self.epsilon = args.epsilon  # training sets it to 1 before learning starts
-        self.register_buffer("atoms", torch.linspace(args.v_min, args.v_max, args.num_atoms))
+        atoms = torch.linspace(args.v_min, args.v_max, args.num_atoms)
+        self.register_buffer("atoms", atoms, persistent=False)  # args has them, too
         self.obs_norm = RunningNorm(obs_space.shape) if args.normalize_obs else nn.Identity()
         self.trunk = Trunk(obs_space, args.hidden_sizes[:-1], args.activation)
         self.advantage = NoisyStream(self.trunk.width, self.num_actions * args.num_atoms, args)

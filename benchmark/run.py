@@ -466,10 +466,11 @@ def main() -> int:
     add_engine(parser)
     parser.add_argument("--final-episodes", type=int, default=100, help="episodes of the final evaluation")
     parser.add_argument("--runs", type=Path, default=ROOT / "benchmark/runs", help="where the run folders go")
-    where = "where the tables go; default: benchmark/results for a suite, RUNS/results for --script"
+    where = "where the tables go; default: benchmark/results for a suite, RUNS/results for smoke and --script"
     parser.add_argument("--results", type=Path, help=where)
     args = parser.parse_args()
-    args.results = args.results or (args.runs / "results" if args.script else ROOT / "benchmark/results")
+    trial = args.script or args.suite == "smoke"  # not among the published results
+    args.results = args.results or (args.runs / "results" if trial else ROOT / "benchmark/results")
     if args.script:
         if not args.env_id or not args.script.is_file() or bool(args.args) != bool(args.variant):
             parser.error("--script is a file and needs --env-id; --args and --variant go together")

@@ -304,7 +304,7 @@ SUITES = {
         Cell("a2c", "HalfCheetah-v5", 300_000, seeds=10),
     ],
     # The length that papers report. Four environments need half the time of one, at the same rollout of 2,048
-    # steps: nine minutes a seed on one core. A2C needs three.
+    # steps: ten minutes a seed on one core. A2C needs three.
     "million": [
         Cell("a2c", "HalfCheetah-v5", 1_000_000, 10, None, LONG),
         Cell("ppo", "HalfCheetah-v5", 1_000_000, 5, None, FOUR),

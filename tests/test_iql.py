@@ -243,6 +243,16 @@ def test_a_file_that_does_not_fit_is_refused_in_one_line(capsys, changes, words)
     refused(capsys, short(dataset=data(**changes)), f"data.npz {words}")
 
 
+@pytest.mark.parametrize(
+    "damage", [lambda whole: b"", lambda whole: whole[:400], lambda whole: whole[:70] + whole[90:]]
+)
+def test_a_damaged_file_is_refused_in_one_line(capsys, damage):
+    with np.load(data()) as file:
+        np.savez_compressed("whole.npz", **file)
+    Path("data.npz").write_bytes(damage(Path("whole.npz").read_bytes()))
+    refused(capsys, short(dataset="data.npz"), "cannot read data.npz")
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(dataset="none.npz"), "none.npz"), (dict(dataset="probe/nowhere-v0"), "probe/nowhere-v0"),
     (dict(dataset=""), "--dataset is missing"), (dict(env_id="probe_envs:Box-v0", env_kwargs={}), "obs (2,)"),

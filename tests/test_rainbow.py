@@ -346,3 +346,11 @@ def test_without_double_the_target_network_chooses(rainbow_without, record):
     conftest.quick(module, **RHYTHM)
     assert len({id(given[0]) for given, _ in chosen}) == 2  # the agent acts, its target chooses
     assert sum(given[0] is not acts[0][0][0] for given, _ in chosen) > 10
+
+
+def test_weights_of_another_run_leave_the_range_of_values_as_asked_for(record):
+    quick(run_dir="narrow", quantiles=False, v_max=1.0)
+    agents = record(rainbow.Agent, "mean")
+    quick(run_dir="wide", quantiles=False, v_max=99.0, init_from="narrow")
+    rainbow.load_policy("wide")(np.zeros(2, np.float32))
+    assert {float(given[0].atoms[-1]) for given, _ in agents} == {99.0} and len(agents) > 10

@@ -12,8 +12,9 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
+from benchmark import goal_envs
 from conftest import ALGOS, ROOT, checkpoint, equal, load_once, load_script, play, progress, script_of
-from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple, flatten
 from torch.distributions import Categorical
 from torch.nn import functional as F
 
@@ -665,6 +666,42 @@ def test_hindsight_refuses_what_has_no_goals(cook, tmp_path, env_id, changes):
         runs(sac, tmp_path / "run", env_id, **changes)
 
 
+class Square(goal_envs.Reach):
+    """Reach, with goals of shape (1, 2)."""
+
+    def __init__(self):
+        box = Box(-1, 1, (1, 2), np.float32)
+        self.observation_space = Dict(observation=box, achieved_goal=box, desired_goal=box)
+
+    def observe(self):
+        return {name: x[None] for name, x in super().observe().items()}
+
+    def compute_reward(self, achieved, desired, info):
+        paid = super().compute_reward(achieved, desired, info)
+        return paid if achieved.ndim == 1 else paid[:, 0]
+
+
+def test_hindsight_asks_for_rewards_in_the_shape_of_the_goals(cook, tmp_path, monkeypatch):
+    sac, shapes = cook("sac_her"), set()
+    gym.register("Square-v0", Square, max_episode_steps=7)
+    reward = Square.compute_reward
+    watched = lambda env, x, *rest: shapes.add(x.shape) or reward(env, x, *rest)
+    monkeypatch.setattr(Square, "compute_reward", watched)
+    runs(sac, tmp_path / "run", "Square-v0", hidden_sizes=(8,))
+    assert shapes == {(2,), (2, 1, 2), (SMALL["batch_size"], 1, 2)}
+
+
+@pytest.mark.parametrize("reward", [
+    lambda env, reached, goal, info: 0.0 if np.linalg.norm(reached - goal) < 0.05 else -1.0,
+    lambda env, reached, goal, info: -1.0 if np.linalg.norm(reached - goal, axis=-1) > 0.05 else 0.0,
+])  # fmt: skip
+def test_hindsight_refuses_rewards_for_one_goal_at_a_time(cook, tmp_path, monkeypatch, reward):
+    sac = cook("sac_her")
+    monkeypatch.setattr(goal_envs.GoalEnv, "compute_reward", reward)
+    with pytest.raises(sac.UsageError, match="many goals at once"):
+        runs(sac, tmp_path / "run", REACH)
+
+
 # ------------------------------------------------------------------------------------------------- TD3+BC
 def half_right(**changes) -> None:
     """A data set of single steps of Walk with random actions. It pays to have the sign of the position."""
@@ -721,10 +758,26 @@ def test_td3_bc_knows_the_data_as_networks_see_them_and_resumes(cook, tmp_path, 
     assert len(batches) == 96 and checkpoint(run)["run"]["env_steps"] == 96
 
 
+def test_td3_bc_takes_nested_observations_as_gymnasium_flattens_them(cook, tmp_path):
+    module, env = cook("ddpg_td3_bc"), probe_envs.Spaces("nested_image", "box")
+    env.observation_space.seed(0)
+    raw = [env.observation_space.sample() for _ in range(20)]
+    flat, kwargs = (
+        np.stack([flatten(env.observation_space, x) for x in raw]),
+        dict(obs="nested_image", action="box"),
+    )
+    half_right(obs=flat, next_obs=flat, action=np.zeros((20, 2)), reward=np.zeros(20), terminated=np.ones(20))
+    where = dict(env_kwargs=kwargs, dataset="data.npz", num_envs=1, buffer_size=40, learning_starts=10**6)
+    run = runs(module, tmp_path / "run", "probe_envs:Spaces-v0", **where)
+    to_array, _ = module.observation_map(env.observation_space)
+    assert np.allclose(checkpoint(run)["buffer"]["obs"], np.stack([to_array(x) for x in raw]))
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(obs=np.zeros((400, 3))), "cannot learn from data.npz"), (dict(terminated=None), "terminated"),
     (dict(reward=np.full(400, np.nan)), "not finite"), (dict(buffer_size=100), "--buffer-size"),
     (dict(num_envs=2), "--num-envs"), (dict(n_step=3), "--n-step"), (dict(dataset="no.npz"), "no.npz"),
+    (dict(reward=np.zeros(1)), "different lengths"),
 ])  # fmt: skip
 def test_td3_bc_refuses_what_does_not_fit(cook, tmp_path, changes, words):
     options = {
