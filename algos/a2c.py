@@ -33,7 +33,7 @@ import subprocess, sys, time, traceback
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from pickle import UnpicklingError
+from pickle import UnpicklingError, dumps, loads
 from typing import Annotated, Literal, get_args, get_type_hints
 
 import cv2
@@ -77,7 +77,7 @@ class Args:
     sample_actions: bool = False  # evaluations sample actions instead of taking the most likely ones
     capture_video: bool = False  # record a video of the first episode of each evaluation
     info_keys: tuple[str, ...] = ()  # numbers in the environment's info to log, averaged over each episode
-    torch_threads: int = 1  # CPU threads of PyTorch; 0: PyTorch decides
+    torch_threads: Annotated[int, (0, math.inf)] = 1  # CPU threads of PyTorch; 0: PyTorch decides
     # environment
     env_id: str = "CartPole-v1"  # Gymnasium id; also module:Env-v0
     env_kwargs: Json = field(default_factory=dict)  # JSON object of arguments for the environment
@@ -486,6 +486,8 @@ def check_ranges(args) -> None:
     for name, hint in get_type_hints(Args, include_extras=True).items():
         value, flag = getattr(args, name), f"--{name.replace('_', '-')}"
         parts = (hint, *get_args(hint))  # the type, or the types inside it
+        if dict in parts and type(value) is not dict:
+            raise UsageError(f'{flag} {json.dumps(value)}: must be a JSON object, such as {{"name": 1}}')
         if type(value) is int and any(part is float or float in get_args(part) for part in parts):
             setattr(args, name, float(value))
         for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
@@ -499,6 +501,7 @@ def set_up(args) -> torch.device:
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
         os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
+    torch.set_default_dtype(torch.float32)
     torch.set_flush_denormal(True)  # numbers below 1e-38, such as fading moments of Adam, slow a CPU down
     if args.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch finds no GPU here; --device cpu always works")
@@ -520,7 +523,8 @@ def say(text: str) -> None:
     """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
     try:
         if sys.stdout:
-            tqdm.write(text)
+            encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+            tqdm.write(text.encode(encoding, "replace").decode(encoding))
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -575,6 +579,11 @@ def image_shape(space) -> tuple[int, ...] | None:
     return None
 
 
+def brightness(space) -> np.uint8:
+    """The factor that makes bytes up to 1, or up to another maximum of the space, bytes up to 255."""
+    return np.uint8(255 // max(int(space.high.max()), 1))
+
+
 def as_numbers(space, x) -> np.ndarray:
     """A flat vector: one-hot for choices, bytes in [0, 1]."""
     return spaces.flatten(space, x) / (255 if space.dtype == np.uint8 and space.high.max() == 255 else 1)
@@ -590,21 +599,25 @@ def observation_map(space):
     mask = math.prod(kinds.pop().shape) if masked else 0
     shapes = [image_shape(kind) for kind in kinds]
     images = [shape for shape in shapes if shape]
+    factors = [shape and brightness(kind) for kind, shape in zip(kinds, shapes, strict=True)]
     if image_shape(space):
-        return as_image, Layout(images[0], np.uint8, images)
+        to_bytes = lambda x: (as_image(np.asarray(x)) * factors[0]).astype(np.uint8)
+        return to_bytes, Layout(images[0], np.uint8, images)
     vectors = [kind for kind, shape in zip(kinds, shapes, strict=True) if not shape]
     size = sum(map(spaces.flatdim, vectors)) + sum(map(math.prod, images)) + mask
+    if not size:
+        raise UsageError(f"{space} observations are empty: return at least one number, if only a constant")
     flattened = [kind for kind in vectors if len(kind.shape or ()) > 1]
     layout = Layout((size,), images=images, mask=mask, flattened=flattened)
     if isinstance(space, Box) and len(space.shape) == 1 and space.dtype.kind == "f":
-        return np.asarray, layout
+        return lambda x: np.asarray(x, space.dtype), layout
 
     def to_vector(obs):
         values = [x for _, x in leaves(space, obs)]
         legal = [np.ravel(values.pop())] if masked else []
-        parts = list(zip(kinds, shapes, values, strict=True))
-        numbers = [as_numbers(kind, x) for kind, shape, x in parts if not shape]
-        pixels = [as_image(x).ravel() / 255 for _, shape, x in parts if shape]
+        parts = list(zip(kinds, factors, values, strict=True))
+        numbers = [as_numbers(kind, x) for kind, factor, x in parts if not factor]
+        pixels = [as_image(np.asarray(x)).ravel() * factor / 255 for _, factor, x in parts if factor]
         return np.concatenate(numbers + pixels + legal, dtype=np.float32)
 
     return to_vector, layout
@@ -612,7 +625,7 @@ def observation_map(space):
 
 def action_map(space):
     """Returns a function from a policy's action to one of the space, and the space of the policy's actions:
-    choices count from 0, and bounded dimensions of a Box are [-1, 1]."""
+    choices count from 0, and bounded dimensions of a Box are [-1, 1]. See box_scale for the others."""
     if isinstance(space, Discrete):
         start = int(space.start)
         return lambda a: start + int(a), Discrete(int(space.n))
@@ -624,14 +637,23 @@ def action_map(space):
         return lambda a: a.reshape(space.shape).astype(space.dtype), flat
     if isinstance(space, Box) and space.dtype.kind == "f":
         low, high = space.low.astype(np.float64), space.high.astype(np.float64)
-        bounded = high - low < np.finfo(np.float32).max  # each dimension by itself
-        bottom, top = np.where(bounded, low, -1), np.where(bounded, high, 1)
-        middle, half = (bottom + top) / 2, (top - bottom) / 2
+        middle, half, bounded = box_scale(space)
         limit = np.where(bounded, 1, np.inf).ravel().astype(np.float32)
         stretch = lambda a: (middle + half * a.reshape(space.shape)).clip(low, high).astype(space.dtype)
         return stretch, Box(-limit, limit, dtype=np.float32)
     other = "; for a Dict or Tuple of these there is the recipe ppo_joint_actions"
     raise UsageError(f"{space} actions: use Discrete, MultiDiscrete, MultiBinary or a Box of floats{other}")
+
+
+def box_scale(space) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Middle and half width of each dimension of a Box, and whether it is bounded. Next to a single bound a
+    dimension is 2 wide, so that a policy starts where it can move; without bounds it is [-1, 1]."""
+    low, high = space.low.astype(np.float64), space.high.astype(np.float64)
+    huge = np.finfo(np.float32).max / 2
+    bounded = (low > -huge) & (high < huge)
+    bottom = np.where(low > -huge, low, np.where(high < huge, high - 2, -1))
+    top = np.where(bounded, high, bottom + 2)
+    return (bottom + top) / 2, (top - bottom) / 2, bounded
 
 
 def num_choices(space) -> int:
@@ -643,17 +665,39 @@ def number(x) -> float:
     """A number, a bool or an array of one of these as a float; nan for anything else."""
     try:
         return np.asarray(x, dtype=np.float64).item()
-    except (TypeError, ValueError):
+    except Exception:  # of any object
         return math.nan
+
+
+def raised_outside(error: Exception) -> bool:
+    """Whether Gymnasium or this file noticed the error, not the environment's own code."""
+    error = error.__cause__ or error  # gym.make wraps a TypeError
+    file = traceback.extract_tb(error.__traceback__)[-1].filename
+    return file == raised_outside.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
 
 
 def misfit(error: Exception, text: str) -> Exception:
     """A UsageError if a method of the environment has other arguments or results than Gymnasium and this file
     expect; otherwise the error itself."""
-    file = traceback.extract_tb(error.__traceback__)[-1].filename
-    here = file == misfit.__code__.co_filename or Path(gym.__file__).parent in Path(file).parents
-    misfits = any(words in str(error) for words in ("unpack", "unexpected keyword"))
-    return UsageError(text) if here and misfits else error
+    misfits = any(words in str(error) for words in ("unpack", "unexpected keyword", "truth value"))
+    misfits |= isinstance(error, (AssertionError, gym.error.Error))  # of Gymnasium's own checks
+    return UsageError(f"{text} ({error})") if misfits and raised_outside(error) else error
+
+
+def portable(method):
+    """The method, with errors that can be sent to another process."""
+
+    def call(*args, **kwargs):
+        try:
+            return method(*args, **kwargs)
+        except Exception as error:
+            try:
+                loads(dumps(error))
+            except Exception:
+                raise RuntimeError(f"{type(error).__name__}: {error}") from None
+            raise
+
+    return call
 
 
 class StandardEnv(gym.Wrapper):
@@ -674,51 +718,92 @@ class StandardEnv(gym.Wrapper):
         self.to_array, self.observation_space = observation_map(space)
         self.to_action, self.action_space = action_map(env.action_space)
         self.masked = self.observation_space.masked
+        choices = [x for x, _ in leaves(env.action_space) if isinstance(x, (Discrete, MultiDiscrete))]
+        sizes = [n for x in choices for n in np.ravel(x.n if isinstance(x, Discrete) else x.nvec)]
+        self.starts = np.cumsum([0, *sizes[:-1]])  # of each choice, in a mask
+        kinds = [kind for kind, _ in leaves(env.observation_space)]
+        self.floats = all(isinstance(kind, Box) and kind.dtype.kind == "f" for kind in kinds)
         if self.masked and self.observation_space.sizes[-1] != self.choices:
             raise UsageError(f"{self.id}: action_mask needs one entry for each choice of {env.action_space}")
 
     def observe(self, obs, info, over=False) -> np.ndarray:
         """The array of an environment's observation. Once an episode is over, no action need be legal."""
-        if self.mask_in_info:
-            mask = info.get("action_mask", ())
-            mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
-            if len(mask) != self.choices:
-                raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
-            obs = dict(obs=obs, action_mask=mask)
-        array = self.to_array(obs)
+        try:
+            if self.mask_in_info:
+                mask = info.get("action_mask", ())
+                mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
+                obs = dict(obs=obs, action_mask=mask.astype(np.float32))
+            array = self.to_array(obs)
+        except (KeyError, TypeError, ValueError) as error:
+            what = "observation or action_mask" if self.mask_in_info else "observation"
+            kind = f"{self.env.observation_space}: {error!r}"
+            raise UsageError(f"{self.id}: this is not an {what} of {kind}") from None
+        if self.mask_in_info and len(mask) != self.choices:
+            raise UsageError(f"{self.id}: {len(mask)} entries in info['action_mask'], not {self.choices}")
         if array.shape != self.observation_space.shape:
             shapes = f"{array.shape}; its space has {self.observation_space.shape}"
             raise UsageError(f"{self.id}: an observation has shape {shapes}")
-        if self.masked and not over and not array[-self.choices :].any():
-            raise UsageError(f"{self.id}: action_mask allows no action at all")
+        if self.masked and not over:
+            legal = array[-self.choices :] > 0
+            if not np.logical_or.reduceat(legal, self.starts).all():
+                raise UsageError(f"{self.id}: action_mask allows no action at all in a choice; 1 is legal")
         return array
 
     def check(self, obs) -> None:
-        """Refuses an observation of another size than its space, and fractions that would become bytes."""
-        for space, x in leaves(self.env.observation_space, obs):
-            x, whole = np.asarray(x), isinstance(space, Box) and space.dtype.kind in "iu"
-            if x.size != math.prod(space.shape) or whole and x.dtype.kind == "f" and (x % 1).any():
-                raise UsageError(f"{self.id}: {x.dtype} of shape {x.shape} is not an observation of {space}")
+        """Refuses an observation that is not of its space; but numbers of a Box may exceed its bounds."""
+        try:
+            parts = [(space, np.asarray(x)) for space, x in leaves(self.env.observation_space, obs)]
+        except (IndexError, KeyError, TypeError, ValueError) as error:
+            kind = f"{self.env.observation_space}: {error!r}"
+            raise UsageError(f"{self.id}: this is not an observation of {kind}") from None
+        for space, x in parts:
+            if not isinstance(space, Box) and space.contains(x):
+                continue
+            fits = x.size == math.prod(space.shape) and x.dtype.kind in "biuf"
+            if fits and (not isinstance(space, Box) or space.dtype.kind in "iu" and x.dtype != space.dtype):
+                x = x.reshape(space.shape)
+                with np.errstate(invalid="ignore"):
+                    whole = x.astype(space.dtype)
+                fits = (whole == x).all() and (isinstance(space, Box) or space.contains(whole))
+            if not fits:
+                span = f" from {x.min()} to {x.max()}" if x.size and x.dtype.kind in "iuf" else ""
+                what = f"{x.dtype}{span} of shape {x.shape}"
+                raise UsageError(f"{self.id}: {what} is not an observation of {space}")
 
     def reset(self, **kwargs):
+        text = f"{self.id}: reset() must take seed and options, return obs, info"
         try:
-            obs, self.info = self.env.reset(**kwargs)
-        except (TypeError, ValueError) as error:
-            raise misfit(error, f"{self.id}: reset() must take seed and options, return obs, info") from None
+            obs, info = self.env.reset(**kwargs)
+        except (AssertionError, TypeError, ValueError, gym.error.Error) as error:
+            raise misfit(error, text) from None
+        if not isinstance(info or {}, dict):
+            raise UsageError(f"{text}, a dict")
+        self.info = info or {}
+        if not self.masked and "action_mask" in self.info and not self.choices:
+            raise UsageError(f"{self.id}: a mask in info needs Discrete or MultiDiscrete actions")
         self.check(obs)
-        return self.observe(obs, self.info), {}
+        array = self.observe(obs, self.info)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            i = int(np.argwhere(~np.isfinite(array))[0, 0])
+            raise FloatingPointError(f"{self.id}: observation[{i}] after reset() is {array[i]}, not finite")
+        return array, {}
 
     def step(self, action):
+        text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
         try:
             obs, reward, terminated, truncated, info = self.env.step(self.to_action(action))
-        except (TypeError, ValueError) as error:
-            text = f"{self.id}: step() must return obs, reward, terminated, truncated, info"
+            terminated, truncated = bool(terminated), bool(truncated)
+        except (AssertionError, TypeError, ValueError, gym.error.Error) as error:
             raise misfit(error, text) from None
         if not isinstance(reward, (float, np.floating)):
             if math.isnan(number(reward)):
                 raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
             reward = number(reward)
-        obs = self.observe(obs, info, terminated or truncated)
+        if info and not isinstance(info, dict):
+            raise UsageError(f"{text}, a dict")
+        if not self.floats:
+            self.check(obs)
+        obs, info = self.observe(obs, info or {}, terminated or truncated), info or {}
         if info:
             if self.choices and not self.masked and "action_mask" in info:
                 raise UsageError(f"{self.id}: info['action_mask'] is missing after reset()")
@@ -750,9 +835,12 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
     training = os.getpid()
 
     def make():
-        if os.getpid() != training and hasattr(os, "setpgrp"):
-            os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
-        return make_env(args, mask_in_info, **kwargs)
+        env = make_env(args, mask_in_info, **kwargs)
+        if os.getpid() != training:
+            env.reset, env.step = portable(env.reset), portable(env.step)
+            if hasattr(os, "setpgrp"):
+                os.setpgrp()  # Ctrl-C reaches the training alone, which decides when to stop
+        return env
 
     try:
         if args.env_id.startswith("ALE/"):
@@ -768,8 +856,10 @@ def make_envs(args, num_envs: int, **kwargs) -> gym.vector.VectorEnv:
         env.close()
         vector = gym.vector.AsyncVectorEnv if args.async_envs else gym.vector.SyncVectorEnv
         return vector([make] * num_envs, autoreset_mode=gym.vector.AutoresetMode.DISABLED)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        if isinstance(error, TypeError) and "argument" not in str(error):
+    except UsageError:
+        raise
+    except (AttributeError, gym.error.Error, ImportError, TypeError, ValueError) as error:
+        if not isinstance(error, (gym.error.Error, ImportError)) and not raised_outside(error):
             raise  # a bug in the environment keeps its traceback
         raise UsageError(f"cannot make {args.env_id}: {error}{todays_name(args.env_id)}") from error
 
@@ -818,11 +908,12 @@ def reset_done(envs, next_obs: np.ndarray, next_info: dict, done: np.ndarray) ->
 
 def check_step(obs: np.ndarray, reward: np.ndarray, step: int) -> None:
     """Raises an error that names the first number that is not finite, before anything learns from it."""
+    limit = np.finfo(np.float32).max
     for what, x in (("observation", obs), ("reward", reward)):
-        if x.dtype.kind == "f" and not math.isfinite(np.vdot(x, x)) and not np.isfinite(x).all():
-            i = tuple(np.argwhere(~np.isfinite(x))[0].tolist())
+        if x.dtype.kind == "f" and not float(np.vdot(x, x)) < 1e76 and not (np.abs(x) <= limit).all():
+            i = tuple(np.argwhere(~(np.abs(x) <= limit))[0].tolist())
             name = f"{what}{list(i[1:]) or ''} of environment {i[0]}"
-            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite")
+            raise FloatingPointError(f"{name} at step {step:,} is {x[i]}, not finite in float32")
 
 
 def to_tensor(array: np.ndarray, device: torch.device) -> torch.Tensor:
@@ -952,7 +1043,8 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
             color = dict(grayscale=False, stack_num=1, img_height=210, img_width=160)
             twin = make_atari(args.env_id, 1, **{**args.env_kwargs, **color})
             twin.reset(seed=args.eval_seed)
-        fps = envs.metadata.get("render_fps") or 15
+        fps = number(envs.metadata.get("render_fps"))
+        fps = fps if 0 < fps < math.inf else 15
         every = math.ceil(fps / 30)
         while not done[0] and t < args.eval_max_steps and not stopped():
             action = agent.act(obs, info, greedy=not args.sample_actions)
@@ -971,10 +1063,15 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
     """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
-    stderr, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    writer = lambda: cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+    try:
+        stderr = os.dup(2)
+    except OSError:  # nobody listens
+        return writer()
+    null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, 2)
     try:
-        return cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
+        return writer()
     finally:
         os.dup2(stderr, 2)
         os.close(stderr), os.close(null)
@@ -986,7 +1083,8 @@ def as_frame(image, env_id: str) -> np.ndarray:
     if image.ndim == 3 and image.shape[0] == 3:  # of Atari
         image = np.moveaxis(image, 0, -1)
     gray = image.ndim == 2 or image.ndim == 3 and image.shape[2] == 1
-    if image.dtype != np.uint8 or not gray and (image.ndim != 3 or image.shape[2] not in (3, 4)):
+    color = image.ndim == 3 and image.shape[2] in (3, 4)
+    if image.dtype != np.uint8 or not image.size or not gray and not color:
         what = f"{image.dtype} of shape {image.shape}"
         raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
     if gray:
@@ -999,9 +1097,12 @@ def load(path: str | Path) -> dict:
     """The state in a .pt file, or in the checkpoint.pt of a run folder."""
     path = Path(path) / "checkpoint.pt" if Path(path).is_dir() else Path(path)
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, EOFError, RuntimeError, UnpicklingError) as error:
         raise UsageError(f"cannot load {path}: {error}") from None
+    if not isinstance(state, dict):
+        raise UsageError(f"{path} was not saved by this script: it holds a {type(state).__name__}")
+    return state
 
 
 class Policy:
@@ -1079,11 +1180,12 @@ class Run:
         try:
             for name in self.parts if whole else ["agent"]:
                 self.parts[name].load_state_dict(state[name])
-        except (KeyError, RuntimeError, ValueError) as error:
+        except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise UsageError(f"{path} does not fit these arguments: {error}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
+        self.episodes = [x for x in self.episodes if len(x) == len(self.running)]  # of other --info-keys
         if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
             self.best = -math.inf
         else:
@@ -1133,7 +1235,7 @@ class Run:
     def command(self, *words: str) -> str:
         """These options as the caller would type them: on the command line, or in Python."""
         if Path(sys.argv[0]).name == self.source.name:
-            return " ".join(["python", sys.argv[0], *words])
+            return " ".join(f'"{word}"' if " " in word else word for word in ["python", sys.argv[0], *words])
         return f"train(parse_args({list(words)}))"
 
     def open(self) -> None:
@@ -1141,14 +1243,18 @@ class Run:
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
             raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
-        while not (args.run_dir or args.resume):  # runs that start in the same second get their own folders
-            with contextlib.suppress(FileExistsError):
-                self.folder.mkdir(parents=True)
-                break
-            twins = len(list(self.folder.parent.glob(f"{name}*")))
-            self.folder = self.folder.with_name(f"{name}-{twins + 1}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.progress = self.folder / "progress.jsonl"
+        try:
+            while not (args.run_dir or args.resume):  # runs of the same second get their own folders
+                with contextlib.suppress(FileExistsError):
+                    self.folder.mkdir(parents=True)
+                    break
+                twins = len(list(self.folder.parent.glob(f"{name}*")))
+                self.folder = self.folder.with_name(f"{name}-{twins + 1}")
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"cannot make the folder {self.folder}: {error.strerror}") from None
+        self.files = self.folder.absolute()  # wherever an environment changes to
+        self.progress = self.files / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
@@ -1159,12 +1265,14 @@ class Run:
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
         )  # fmt: skip
         environment = self.folder / "environment.json"
-        history = json.loads(environment.read_text()) if environment.exists() else []
+        history = []
+        with contextlib.suppress(FileNotFoundError, ValueError):  # ValueError: a kill while it was written
+            history = json.loads(environment.read_text())
         environment.write_text(json.dumps([*history, about], indent=2))
         (self.folder / "args.json").write_text(json.dumps(asdict(args), indent=2))
         copied = self.folder / (f"{self.algo}-{self.env_steps}.py" if history else f"{self.algo}.py")
         copied.write_text("".join(linecache.getlines(str(self.source))), encoding="utf-8")
-        self.writer = SummaryWriter(str(self.folder), purge_step=self.env_steps + 1)
+        self.writer = SummaryWriter(str(self.files), purge_step=self.env_steps + 1)
         text = json.dumps(dict(args=asdict(args), environment=about), indent=4)
         self.writer.add_text("args", text, self.env_steps)
         disable = None if sys.stderr else True  # None: where stderr is no terminal
@@ -1297,19 +1405,23 @@ class Run:
         self.check_finite(states["agent"])
         names = ("env_steps", "scored_at", "logged_at", "seconds", "best", "returns", "episodes")
         run = {name: getattr(self, name) for name in names}
-        path = self.folder / name
+        path = self.files / name
         path.parent.mkdir(exist_ok=True)
         with path.with_suffix(".part").open("wb") as file:
-            torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            try:
+                torch.save(dict(args=asdict(self.args), run=run, **states), file)
+            except RuntimeError as error:
+                full = isinstance(error.__context__, OSError)  # which torch hides
+                raise (error.__context__ if full else error) from None
             os.fsync(file.fileno())
         path.with_suffix(".part").replace(path)
 
     def checkpoint(self) -> None:
         """Saves everything that the rest of the training depends on. Episodes in progress are dropped."""
-        self.writer.flush()
         self.save("checkpoint.pt", **self.parts)
         self.saved_at = self.env_steps
         self.running[:] = 0
+        self.writer.flush()
 
 
 def action_text(space) -> str:
@@ -1329,7 +1441,7 @@ def main() -> None:
             signal.signal(signal.SIGPIPE, signal.SIG_IGN)
         train(args)
     except (UsageError, FloatingPointError, OSError) as error:
-        if isinstance(error, OSError) and error.errno != errno.ENOSPC:
+        if isinstance(error, OSError) and error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, UsageError) else 1)

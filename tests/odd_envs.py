@@ -162,8 +162,10 @@ class Rewards(Probe):
 class Fault(Probe):
     """Does what goes wrong at its `after`-th call in this process, in rollouts or evaluations, as phase says.
 
-    what: "step", "reset", "render" raise RuntimeError; "exit" ends the process; "nan", "inf" and "obs" are
-    no numbers; "shape" is an observation of another shape; "interrupt" is a KeyboardInterrupt.
+    what: "step", "reset", "render" raise RuntimeError, "local" an error that cannot be sent to another
+    process; "exit" ends the process; "nan", "inf", "huge" and "obs" are no numbers, "first" is none after a
+    reset; "shape" is an observation of another shape; "interrupt" is a KeyboardInterrupt; "folder" changes
+    to another folder.
     """
 
     calls = 0
@@ -182,6 +184,8 @@ class Fault(Probe):
         result = super().reset(seed=seed)
         if self.fails("reset"):
             raise RuntimeError("a bug in reset()")
+        if self.fails("first"):
+            result[0][1] = np.nan
         return result
 
     def render(self):
@@ -192,14 +196,18 @@ class Fault(Probe):
     def step(self, action):
         self.t += 1
         obs, reward = self.observe(), 1.0
-        if self.fails("step", "exit", "nan", "inf", "obs", "shape", "interrupt"):
+        if self.fails("step", "local", "exit", "nan", "inf", "huge", "obs", "shape", "interrupt", "folder"):
+            if self.what == "local":
+                raise type("Local", (Exception,), {})("a bug in step()")
+            if self.what == "folder":
+                os.chdir("/")
             if self.what == "step":
                 raise RuntimeError("a bug in step()")
             if self.what == "exit":
                 os._exit(3)
             if self.what == "interrupt":
                 raise KeyboardInterrupt
-            reward = {"nan": np.nan, "inf": np.inf}.get(self.what, reward)
+            reward = {"nan": np.nan, "inf": np.inf, "huge": 1e39}.get(self.what, reward)
             obs[1] = np.nan if self.what == "obs" else obs[1]
             obs = np.zeros(7, np.float32) if self.what == "shape" else obs
         return obs, reward, False, self.t == 10, {}
@@ -214,21 +222,77 @@ class NanEnd(Probe):
         return np.full(4, np.nan if end else 0.1 * self.t, np.float32), 1.0, end, False, {}
 
 
+class Liar(Probe):
+    """From its third step on it gives something else than its space of observations says."""
+
+    PIXELS = Box(0, 255, (6, 6), np.uint8)
+    LIES = {
+        "start": (Discrete(4, start=1), 1, 0), "choice": (Discrete(4), 0, 4),
+        "choices": (MultiDiscrete([3, 3]), [0, 0], [3, 0]), "bits": (MultiBinary(3), [0, 1, 0], [2, 0, 1]),
+        "fraction": (PIXELS, np.ones((6, 6)), np.full((6, 6), 0.5)),
+        "negative": (PIXELS, np.ones((6, 6), int), np.full((6, 6), -1)),
+        "bright": (PIXELS, np.ones((6, 6), int), np.full((6, 6), 256)),
+        "black": (Dict(a=PIXELS), {"a": np.ones((6, 6))}, {"a": np.full((6, 6), np.nan)}),
+        "nothing": (Box(-1, 1, (2,)), np.zeros(2), ["a", None]),
+        "ragged": (Box(-1, 1, (2,)), np.zeros(2), [1, [2, 3]]),
+        "missing": (Dict(a=PIXELS), {"a": np.ones((6, 6))}, {"b": np.ones((6, 6))}),
+    }  # fmt: skip
+
+    def __init__(self, lie="start", actions="discrete", render_mode=None):
+        super().__init__(actions, render_mode)
+        self.observation_space, self.truth, self.lie = self.LIES[lie]
+
+    def observe(self):
+        return self.truth if self.t < 3 else self.lie
+
+    def step(self, action):
+        self.t += 1
+        return self.observe(), 1.0, self.t == 10, False, {}
+
+
+class Masks(Probe):
+    """A mask in info as people give it; action 0, and 0 of the first choice, is illegal."""
+
+    MASKS = {
+        "one_choice": (MultiDiscrete([3, 3]), [0, 0, 0, 1, 1, 1]), "logits": (Discrete(3), [-1e9, 0, 0]),
+        "infinite": (Discrete(3), [-np.inf, 0, 0]), "words": (Discrete(3), ["no", "yes", "yes"]),
+        "bits": (MultiBinary(3), [0, 1, 1]), "box": (Box(-1, 1, (3,)), [0, 1, 1]),
+    }  # fmt: skip
+
+    def __init__(self, mask="logits", render_mode=None):
+        super().__init__(render_mode=render_mode)
+        self.action_space, self.mask = self.MASKS[mask]
+
+    def reset(self, *, seed=None, options=None):
+        return super().reset(seed=seed)[0], {"action_mask": self.mask}
+
+    def step(self, action):
+        raise RuntimeError("an illegal action")
+
+
 class OldApi(Probe):
-    """The interface of before Gymnasium: reset gives one value, or takes no seed; step gives four."""
+    """The interface of before Gymnasium: reset gives one value, or takes no seed; step gives four. Or, with
+    a Dict of two, reset gives one that looks like two; info is a list, or terminated an array."""
 
     def __init__(self, old="step", actions="discrete", render_mode=None):
         super().__init__(actions, render_mode)
         self.old = old
         if old == "seed":
             self.reset = lambda: (self.observe(), {})
+        if old == "two":
+            self.observation_space = Dict(a=self.observation_space, b=self.observation_space)
 
     def reset(self, *, seed=None, options=None):
         obs, info = super().reset(seed=seed)
+        if self.old == "two":
+            return {"a": obs, "b": obs}
         return obs if self.old == "reset" else (obs, info)
 
     def step(self, action):
         self.t += 1
+        if self.old in ("info", "array"):
+            end = np.array([False, False]) if self.old == "array" else False
+            return self.observe(), 1.0, end, False, [1] if self.old == "info" else {}
         return self.observe(), 1.0, self.t == 10, {}
 
 
@@ -257,7 +321,7 @@ class Films(Probe):
     """Ten steps, and frames of any kind: gray of 20 times the step where it is a shape."""
 
     SHAPES = {"rgb": (48, 64, 3), "rgba": (48, 64, 4), "gray": (48, 64), "gray1": (48, 64, 1),
-              "odd": (47, 63, 3), "tiny": (5, 5, 3)}  # fmt: skip
+              "odd": (47, 63, 3), "tiny": (5, 5, 3), "empty": (0, 0, 3)}  # fmt: skip
 
     def __init__(self, render="rgb", fps=20, actions="discrete", render_mode=None):
         super().__init__(actions, render_mode)
@@ -318,5 +382,20 @@ def forget() -> None:
     Fault.calls = Single.running = 0
 
 
-for entry in (Legal, Loop, Meddler, Infos, Rewards, Fault, NanEnd, OldApi, Single, Films, Pair, Parts):
+for entry in (
+    Legal,
+    Loop,
+    Meddler,
+    Infos,
+    Rewards,
+    Fault,
+    NanEnd,
+    OldApi,
+    Single,
+    Films,
+    Pair,
+    Parts,
+    Liar,
+    Masks,
+):
     gym.register(f"{entry.__name__}-v0", entry_point=entry, disable_env_checker=True)

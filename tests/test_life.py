@@ -1,5 +1,7 @@
 """The life of a run: whatever ends it, nothing is lost, nothing is left behind, and it goes on from there."""
 
+import errno
+import io
 import json
 import linecache
 import multiprocessing
@@ -21,6 +23,7 @@ import numpy as np
 import odd_envs
 import probe_envs
 import pytest
+import torch
 from conftest import (
     call_main,
     checkpoint,
@@ -56,13 +59,13 @@ def resume(script, **changes):
 # ---------------------------------------------------------------------------------------- whatever is raised
 @pytest.mark.parametrize("what, phase, after", [
     ("step", "rollout", 150), ("reset", "rollout", 12), ("step", "evaluation", 25),
-    ("render", "evaluation", 15), ("interrupt", "rollout", 150),
+    ("render", "evaluation", 15), ("interrupt", "rollout", 150), ("local", "rollout", 150),
 ])  # fmt: skip
 def test_whatever_an_environment_raises_leaves_the_newest_weights(script, seen, capsys, what, phase, after):
     kwargs = dict(what=what, phase=phase, after=after)
     args = short(script, "Fault", env_kwargs=kwargs, **RHYTHM | dict(checkpoint_every=10**6))
     args.capture_video = what == "render"
-    with pytest.raises(KeyboardInterrupt if what == "interrupt" else RuntimeError):
+    with pytest.raises(dict(interrupt=KeyboardInterrupt, local=Exception).get(what, RuntimeError)):
         script.train(args)
     saved = checkpoint()
     assert saved["run"]["env_steps"] == seen.run.env_steps
@@ -148,7 +151,7 @@ def test_a_training_leaves_nothing_behind_however_it_ends(script, async_envs):
     assert sys.path.count("") == empty <= 1  # the folder of the user is on the path, once
 
 
-@pytest.mark.parametrize("what, code", [("nan", 1), ("exit", 99), ("step", 99), ("shape", 2)])
+@pytest.mark.parametrize("what, code", [("nan", 1), ("exit", 99), ("step", 99), ("shape", 2), ("local", 99)])
 def test_an_error_beside_processes_ends_them_all_at_once_with_one_traceback(script, what, code, tmp_path):
     """Not even one environment goes on or waits. A process that was lost is named."""
     if not plays(script):
@@ -165,6 +168,7 @@ def test_an_error_beside_processes_ends_them_all_at_once_with_one_traceback(scri
     text = out.read_text()
     assert text.count("Traceback (most recent call last)") == (code == 99), text
     assert "exit code 3" in text or what != "exit"
+    assert "Local: a bug in step()" in text or what != "local"
     here = subprocess.run(["ps", "-eo", "ppid,args"], capture_output=True, text=True).stdout
     assert str(tmp_path) not in here
 
@@ -335,6 +339,8 @@ def test_hints_are_what_the_caller_would_type(ppo, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["algos/ppo.py"])
     quick(ppo, run_dir="other")
     assert "python algos/ppo.py --evaluate other/best.pt --capture-video" in capsys.readouterr().out
+    quick(ppo, run_dir="one more")
+    assert 'python algos/ppo.py --evaluate "one more/best.pt" --capture-video' in capsys.readouterr().out
 
 
 def test_a_script_runs_without_its_docstrings_and_asserts(script, capsys):
@@ -354,6 +360,57 @@ def test_a_program_without_a_console_trains(script, monkeypatch):
     monkeypatch.setattr(sys, "stderr", None)
     quick(script, **RHYTHM | dict(total_timesteps=96))
     assert script.train(script.parse_args(["--evaluate", "run"])).size == 2
+
+
+def test_a_console_that_knows_no_such_letters_gets_others(ppo, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw := io.BytesIO(), encoding="ascii"))
+    quick(ppo, **RHYTHM | dict(total_timesteps=96))
+    assert b"actions: " in raw.getvalue()
+
+
+def test_an_environment_that_changes_to_another_folder_loses_nothing(script):
+    here = os.getcwd()
+    args = short(script, "Fault", env_kwargs=dict(what="folder", after=20), **RHYTHM)
+    args.capture_video = True
+    try:
+        script.train(args)
+    finally:
+        os.chdir(here)
+    assert checkpoint()["run"]["env_steps"] >= 192 and evaluations() and Path("run/videos").is_dir()
+
+
+def test_a_kill_while_a_run_is_described_does_not_end_it(ppo):
+    quick(ppo, **RHYTHM | dict(total_timesteps=96))
+    Path("run/environment.json").write_text('[{"torch": "2')
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "192"]))
+    assert (
+        checkpoint()["run"]["env_steps"] == 192
+        and len(json.loads(Path("run/environment.json").read_text())) == 1
+    )
+
+
+def test_what_is_logged_of_info_may_change_when_a_run_goes_on(ppo, seen):
+    kwargs = dict(env_kwargs={"kind": "number"}, **RHYTHM)
+    quick(ppo, "Infos", **kwargs | dict(total_timesteps=96))
+    state = checkpoint()
+    state["run"]["episodes"] = [(5.0, 5.0)]  # as where a signal came between two log entries
+    torch.save(state, "run/checkpoint.pt")
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "192", "--info-keys", "cost"]))
+    assert {row["info/cost"] for row in progress() if "info/cost" in row} == {3.0}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EFBIG, errno.EDQUOT])
+def test_a_full_disk_ends_in_one_line(ppo, monkeypatch, capsys, number):
+    """torch's writer turns what the file raises into an error of its own."""
+    save = ppo.torch.save
+
+    class Full(io.BytesIO):
+        def write(self, data):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(ppo.torch, "save", lambda state, file: save(state, Full()))
+    assert call_main(ppo, *flags(short(ppo, **RHYTHM))) == 1
+    assert os.strerror(number) in capsys.readouterr().err.strip().splitlines()[-1]
 
 
 def test_a_reader_that_goes_away_stops_no_training(ppo):

@@ -198,7 +198,8 @@ def test_an_action_becomes_one_of_the_environment(ppo, name):
         a = (scale * rng.normal(size=len(low))).astype(np.float32)
         sent = to_action(a)
         assert space.contains(sent) and np.isfinite(sent).all() and sent.dtype == space.dtype
-        stretched = np.where(bounded, low + (a + 1) / 2 * (np.where(bounded, high - low, 1)), a)
+        start = np.where(low > -1e30, low + 1, np.where(high < 1e30, high - 1, 0))  # beside a single bound
+        stretched = np.where(bounded, low + (a + 1) / 2 * (np.where(bounded, high - low, 1)), start + a)
         assert np.allclose(np.ravel(sent), stretched.clip(low, high), atol=1e-5)
     ends = [np.ravel(to_action(np.full(len(low), x, np.float32))) for x in (-1, 1)]
     assert np.allclose(ends[0][bounded], low[bounded]) and np.allclose(ends[1][bounded], high[bounded])
@@ -490,12 +491,61 @@ def test_an_observation_that_is_no_number_names_the_step(script, capsys):
 
 
 @pytest.mark.parametrize("actions", ["discrete", "box"])  # an environment of choices is reset once more
-@pytest.mark.parametrize("old, method", [("step", "step"), ("reset", "reset"), ("seed", "reset")])
+@pytest.mark.parametrize("old, method", [
+    ("step", "step"), ("reset", "reset"), ("seed", "reset"), ("two", "reset"), ("info", "step"),
+    ("array", "step"),
+])  # fmt: skip
 def test_the_interface_of_before_gymnasium_is_named(ppo, old, method, actions, capsys):
     kwargs = {"old": old, "actions": actions}
     assert call_main(ppo, *flags(short(ppo, "OldApi", env_kwargs=kwargs, **FEW))) == 2
     err = capsys.readouterr().err.strip().splitlines()[-1]
     assert f"OldApi-v0: {method}() must " in err
+
+
+@pytest.mark.parametrize("lie", odd_envs.Liar.LIES)
+def test_an_observation_that_is_none_of_its_space_is_refused_when_it_comes(ppo, lie, capsys):
+    assert call_main(ppo, *flags(short(ppo, "Liar", env_kwargs={"lie": lie}, **FEW))) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert re.search("Liar-v0: .* is not (in )?an observation of ", err), err
+
+
+@pytest.mark.parametrize("mask", odd_envs.Masks.MASKS)
+def test_a_mask_that_is_none_is_refused_before_an_action(ppo, mask, capsys):
+    assert call_main(ppo, *flags(short(ppo, "Masks", env_kwargs={"mask": mask}, **FEW))) == 2
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "Masks-v0" in err and "mask" in err
+
+
+@pytest.mark.parametrize("what, word", [("huge", "reward"), ("first", r"observation\[1\] after reset\(\)")])
+def test_a_number_that_no_network_can_read_is_named(ppo, what, word, capsys):
+    args = short(ppo, "Fault", env_kwargs=dict(what=what, after=5), **FEW)
+    assert call_main(ppo, *flags(args)) == 1
+    assert re.search(f"{word}.* is .*, not finite", capsys.readouterr().err.strip().splitlines()[-1])
+
+
+@pytest.mark.parametrize("high", [1, 15, 255])
+def test_pixels_are_as_bright_as_their_space_says(ppo, high):
+    pixels = Box(0, high, (6, 6), np.uint8)
+    to_array, _ = ppo.observation_map(pixels)
+    assert to_array(np.full((6, 6), high, np.uint8)).tolist() == [[[255] * 6] * 6]
+    to_array, _ = ppo.observation_map(Dict(a=pixels))
+    assert to_array({"a": np.full((6, 6), high, np.uint8)}).tolist() == [1.0] * 36
+
+
+def test_observations_of_nothing_are_refused(ppo):
+    for space in (Dict(), Box(-1, 1, (0,)), Dict(a=Tuple(()))):
+        with pytest.raises(ppo.UsageError, match="empty"):
+            ppo.observation_map(space)
+
+
+@pytest.mark.parametrize("low, high", [(5, np.inf), (-np.inf, -5), (0, np.inf), (3e38, np.inf)])
+def test_an_action_with_one_bound_can_move_both_ways_from_where_it_starts(ppo, low, high):
+    to_action, actions = ppo.action_map(Box(low, high, (1,), np.float32))
+    less, start, more = (float(to_action(np.array([a]))[0]) for a in (-0.5, 0.0, 0.5))
+    assert low <= less <= start <= more <= high and not actions.is_bounded()
+    assert less < start < more or abs(low) > 1e38
+    edge = to_action(np.array([-1e9 if low > -np.inf else 1e9]))
+    assert edge == np.float32(low if low > -np.inf else high)
 
 
 def test_an_environment_that_is_found_has_no_other_name(ppo, capsys):

@@ -65,7 +65,14 @@ def test_a_name_without_version_means_the_latest(ppo):
 
 @pytest.mark.parametrize(
     "flag, value",
-    [("num-envs", 0), ("gamma", 1.5), ("gamma", "nan"), ("hidden-sizes", -3), ("critic-lr", -1)],
+    [
+        ("num-envs", 0),
+        ("gamma", 1.5),
+        ("gamma", "nan"),
+        ("hidden-sizes", -3),
+        ("critic-lr", -1),
+        ("torch-threads", -1),
+    ],
 )
 def test_a_number_out_of_range_is_refused(ppo, capsys, flag, value):
     assert f"--{flag}" in fails(ppo, capsys, f"--{flag}", value)
@@ -81,6 +88,10 @@ def test_only_fields_with_a_range_have_one(ppo):
         (["--env-id", "CartPol-v1"], "Did you mean: `CartPole`"),
         (["--env-id", "no_such_module:X-v0"], "no_such_module"),
         (["--env-kwargs", '{"nope": 1}'], "nope"),
+        (["--env-kwargs", "[1]"], "--env-kwargs [1]: must be a JSON object"),
+        (["--run-dir", "taken"], "taken"),
+        (["--run-dir", "taken/run"], "taken/run"),
+        (["--env-id", "a:b:CartPole-v1"], "a:b:CartPole-v1"),
         (["--num-minibatches", "7"], "try 4"),
         (["--resume", "nowhere"], "nowhere"),
         (["--evaluate", "nowhere.pt"], "nowhere.pt"),
@@ -89,6 +100,7 @@ def test_only_fields_with_a_range_have_one(ppo):
     ],
 )
 def test_a_mistake_ends_in_one_line_before_anything_is_made(ppo, capsys, words, what):
+    Path("taken").write_text("a file")
     err = fails(ppo, capsys, *words)
     assert what in err and len(err.splitlines()) == 1
 
@@ -108,6 +120,10 @@ def test_a_damaged_checkpoint_and_one_of_another_script_are_refused(ppo, capsys)
     state["args"]["of_another"] = 1
     torch.save(state, "other.pt")
     assert "was not saved by this script" in fails(ppo, capsys, "--resume", "other.pt")
+    for thing in (torch.ones(3), [1], {"agent": 3}):
+        torch.save(thing, "thing.pt")
+        for flag in ("--resume", "--evaluate", "--init-from"):
+            assert "thing.pt" in fails(ppo, capsys, flag, "thing.pt")
     assert "does not fit" in fails(ppo, capsys, "--resume", "run", "--hidden-sizes", "9")
 
 
@@ -382,7 +398,7 @@ def test_a_frame_of_any_kind_is_filmed(ppo, kind):
         assert np.allclose([shot.mean() for shot in shots], 20 * np.arange(1, 11), atol=12)
 
 
-@pytest.mark.parametrize("kind", ["none", "float", "flat"])
+@pytest.mark.parametrize("kind", ["none", "float", "flat", "empty"])
 def test_what_is_no_frame_is_refused_before_training(ppo, capsys, kind):
     args = short(ppo, "Films", env_kwargs={"render": kind}, eval_every=64, capture_video=True)
     assert call_main(ppo, *flags(args)) == 2
@@ -396,7 +412,10 @@ def test_an_environment_without_frames_is_refused_before_training(ppo):
     assert checkpoint()["run"]["env_steps"] == 0
 
 
-@pytest.mark.parametrize("fps, shots, rate", [(20, 10, 20), (60, 5, 30), (100, 3, 25), (None, 10, 15)])
+@pytest.mark.parametrize(
+    "fps, shots, rate",
+    [(20, 10, 20), (60, 5, 30), (100, 3, 25), (None, 10, 15), ("20", 10, 20), (-5, 10, 15)],
+)
 def test_a_film_has_at_most_30_frames_a_second_and_the_pace_of_the_environment(ppo, fps, shots, rate):
     kwargs = {"env_kwargs": {"fps": fps}}
     quick(ppo, "Films", **kwargs, total_timesteps=1, eval_every=10**9, capture_video=True)
