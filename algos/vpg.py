@@ -732,7 +732,7 @@ class StandardEnv(gym.Wrapper):
                 mask = np.concatenate(mask) if isinstance(mask, tuple) and mask else np.ravel(mask)
                 obs = dict(obs=obs, action_mask=mask.astype(np.float32))
             array = self.to_array(obs)
-        except (KeyError, TypeError, ValueError) as error:
+        except (IndexError, KeyError, TypeError, ValueError) as error:
             what = "observation or action_mask" if self.mask_in_info else "observation"
             kind = f"{self.env.observation_space}: {error!r}"
             raise UsageError(f"{self.id}: this is not an {what} of {kind}") from None
