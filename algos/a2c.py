@@ -1169,8 +1169,14 @@ class Run:
         self.algo = self.source.stem if self.source.is_file() else "notebook"
         name = f"{args.seed}-{time.strftime('%Y%m%d-%H%M%S')}"
         self.folder = Path(args.run_dir or f"runs/{args.env_id.replace(':', '-')}/{self.algo}/{name}")
+        self.here = Path.cwd()
         if path := args.resume or args.evaluate or args.init_from:
             self.load(Path(path))
+
+    @property
+    def files(self) -> Path:
+        """The folder, also after an environment has changed the working directory."""
+        return self.here / self.folder
 
     def load(self, path: Path) -> None:
         """Loads all parts for --resume, only the agent for --evaluate and --init-from."""
@@ -1253,7 +1259,6 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the folder {self.folder}: {error.strerror}") from None
-        self.files = self.folder.absolute()  # wherever an environment changes to
         self.progress = self.files / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
@@ -1352,8 +1357,8 @@ class Run:
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
-            path.parent.mkdir(exist_ok=True)
-            film(args, agent, path, lambda: self.signal)
+            (self.files / "videos").mkdir(exist_ok=True)
+            film(args, agent, self.here / path, lambda: self.signal)
         if self.signal:  # it was cut short; --resume repeats it
             return returns
         spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"

@@ -4,6 +4,7 @@ Like those of probe_envs they count on nothing but their arguments and the seed 
 """
 
 import os
+import tempfile
 
 import gymnasium as gym
 import numpy as np
@@ -200,7 +201,7 @@ class Fault(Probe):
             if self.what == "local":
                 raise type("Local", (Exception,), {})("a bug in step()")
             if self.what == "folder":
-                os.chdir("/")
+                os.chdir(tempfile.gettempdir())
             if self.what == "step":
                 raise RuntimeError("a bug in step()")
             if self.what == "exit":
