@@ -4,7 +4,7 @@ alone, without ever asking for the value of an action that is not in it. It can 
     value     L = E[|expectile - 1(u < 0)| u^2],   u = min_i Q'_i(s, a) - V(s)
     actor     L = -E[w log pi(a | s)],   w = exp(beta (min_i Q'_i(s, a) - V(s))), at most 100
     critics   L = sum_i E[(Q_i(s, a) - y)^2],   y = r + gamma V(s')
-    targets   w' <- tau w + (1 - tau) w' for the weights of Q'
+    targets   phi' <- tau phi + (1 - tau) phi'   phi: the weights of Q, phi': those of Q'
 
 Differences from the paper:
  1. A time limit is not a termination: y bootstraps from the value of the true final observation.

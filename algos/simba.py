@@ -1,4 +1,4 @@
-"""SimBa (Lee et al. 2025, arXiv 2410.09754): SAC whose networks are biased towards simple functions, so that
+"""SimBa (Lee et al. 2025, arXiv 2410.09754): SAC whose networks are biased toward simple functions, so that
 they may be large. Normalized inputs and residual blocks leave a linear path from input to output.
 
     input    s = (obs - m) / d, with the mean m and the deviation d of all observations so far (RSNorm)

@@ -4,17 +4,15 @@
     python benchmark/figures.py ppo family        draws these
     python benchmark/figures.py --check           draws nothing; exit code 1 if a picture is out of date
 
-docs/img/figures.json remembers the data of each picture, as a checksum. Some pictures need run folders too:
-these are drawn only if they are named. Films are made elsewhere (benchmark/README.md).
+docs/img/figures.json remembers the data of each picture, as a checksum. Films are made elsewhere
+(benchmark/README.md).
 """
 
 import argparse
 import hashlib
 import json
 import math
-import shlex
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 from matplotlib import ticker
+from matplotlib.patches import Ellipse
 from plot import (
     COLOURS, STYLE, draw_cells, make_panels, mean, on_one_grid, plt, save, stratified_bootstrap,
 )  # fmt: skip
@@ -210,13 +209,75 @@ def t_maze(runs: list[dict], _, out: Path) -> None:
     save(figure, "T-maze after 60,000 steps: seeds and their mean", out, legend)
 
 
+def maml_paths(returns: list[dict], positions: list[dict], out: Path) -> None:
+    """Greedy paths to ten goals before and after inner steps, and the returns of all variants: mean and range
+    of the seeds."""
+    figure, panels = make_panels(4)
+    for axes, ((k,), found) in zip(panels, series(positions, "inner_steps").items(), strict=False):
+        for path, colour in zip(series(found, "goal").values(), 2 * COLOURS, strict=False):
+            axes.plot(floats(path, "x"), floats(path, "y"), color=colour)
+            goal = float(path[0]["goal_x"]), float(path[0]["goal_y"])
+            axes.plot(*goal, "x", color=colour, markersize=8, markeredgewidth=2)
+        title = f"after {k} step{'s' * (k != '1')}" if k != "0" else "before"
+        axes.set(title=title, xlim=(-0.65, 0.65), ylim=(-0.65, 0.65), aspect="equal")
+    names = [name for name in returns[0] if name.startswith("after_")]
+    for ((algo,), seeds), colour in zip(series(returns, "algo").items(), COLOURS, strict=False):
+        scores = np.stack([floats(seeds, name) for name in names])
+        panels[3].plot(scores.mean(1), "o-", color=colour, label=algo)
+        panels[3].fill_between(range(len(names)), scores.min(1), scores.max(1), color=colour, alpha=0.2)
+    title = "PointNavigation-v0, 100 goals"
+    panels[3].set(title=title, xlabel="inner steps", ylabel="return", xticks=range(len(names)))
+    panels[3].legend()
+    save(figure, "", out, {})
+
+
+def caps(actions: list[dict], out: Path) -> None:
+    """The actions of one episode without CAPS and with it."""
+    figure, panels = make_panels(2, 5.0, 3.0)
+    for axes, ((algo,), steps), colour in zip(panels, series(actions, "algo").items(), COLOURS, strict=False):
+        axes.plot(floats(steps, "action"), color=colour, linewidth=1.2)
+        axes.set(title=f"{algo}, seed 1, one episode", xlabel="step", ylabel="action (torque)")
+        axes.set_ylim(-2.1, 2.1)
+    save(figure, "", out, {})
+
+
+def pearl_posterior(paths: list[dict], beliefs: list[dict], out: Path) -> None:
+    """Above, one task: where the policy would go for z drawn from the belief before each episode (grey), the
+    episode that was played (black), the goal (red). Below, all tasks, a colour for each angle of the goal:
+    mean and one standard deviation of the belief, in the two dimensions of z whose means differ most in the
+    end."""
+    episodes, played = series(beliefs, "episode"), series(paths, "episode")
+    columns = lambda rows, *names: np.stack([floats(rows, name) for name in names], axis=1)
+    names = [name for name in beliefs[0] if name.startswith("mean_")]
+    last = columns(beliefs[-len(series(beliefs, "task")) :], *names)
+    dims = [names[i].removeprefix("mean_") for i in np.argsort(last.std(axis=0))[-2:]]
+    centers = [f"mean_{dim}" for dim in dims]
+    far = 1.1 * np.abs(columns(beliefs, *centers)).max()
+    figure, panels = plt.subplots(2, len(episodes), figsize=(3 * len(episodes), 6))
+    for episode, above, below in zip(episodes, *panels, strict=True):
+        for (draw,), path in series(played[episode], "draw").items():
+            line = dict(color="0.6", linewidth=0.7, alpha=0.7) if draw else dict(color="black", linewidth=1.5)
+            above.plot(floats(path, "x"), floats(path, "y"), **line)
+        goals = columns(episodes[episode], "goal_x", "goal_y")
+        goal = goals[int(paths[0]["task"])]
+        above.add_patch(plt.Circle(goal, 0.2, color="#D55E00", alpha=0.5, linewidth=0))
+        above.set(title=f"episode {episode[0]}", xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal")
+        hues = plt.cm.hsv(np.arctan2(goals[:, 1], goals[:, 0]) / (2 * np.pi) % 1)
+        where = columns(episodes[episode], *centers)
+        width = 2 * columns(episodes[episode], *(f"std_{dim}" for dim in dims))
+        for center, axes_of_it, colour in zip(where, width, hues, strict=True):
+            below.add_patch(Ellipse(center, *axes_of_it, facecolor="none", edgecolor=colour))
+            below.plot(*center, ".", color=colour)
+        below.set(xlim=(-far, far), ylim=(-far, far), aspect="equal", xlabel=f"z, dimension {dims[0]}")
+    panels[1, 0].set_ylabel(f"z, dimension {dims[1]}")
+    save(figure, f"The belief before each episode, {beliefs[0]['env_id']}", out, {})
+
+
 # --------------------------------------------------------------------------------------------- pictures
 class Figure(NamedTuple):
-    data: str  # patterns of cells, as those of plot.py, or a CSV file in benchmark/results
-    draw: Callable = draw_cells  # of the cells' runs and evaluations, or of the rows of the file
+    data: str  # patterns of cells, as those of plot.py, or CSV files in benchmark/results
+    draw: Callable = draw_cells  # of the cells' runs and evaluations, or of the rows of each file
     skip_steps: int | None = None
-    command: str = ""  # that draws it
-    needs: str = ""  # what else it is drawn from
 
 
 def of(algos: str, *env_ids: str) -> str:
@@ -275,33 +336,27 @@ FIGURES = {name: Figure(f"{name}/*") for name in ONE_ALGORITHM} | {
     "cliff": Figure("cliff.csv", cliff),
     "taxi_masks": Figure("taxi_masks.csv", taxi_masks),
     "processes": Figure("processes.csv", processes),
-    # of run folders, too
-    "maml_paths": Figure(
-        "maml_steps.csv", command="maml_paths.py --out {out}", needs="the run folders of the suite maml"
-    ),
-    "caps": Figure("caps.csv", command="caps.py --out {out}", needs="the run folders of the suite caps"),
-    "pearl_posterior": Figure(
-        "",
-        command="posterior.py benchmark/runs/pearl__SparsePointRobot-v0__400000/1 --task 7 --out {out}",
-        needs="a run folder of the suite pearl",
-    ),
+    "maml_paths": Figure("maml_steps.csv maml_paths.csv", maml_paths),
+    "caps": Figure("caps_actions.csv", caps),
+    "pearl_posterior": Figure("pearl_paths.csv pearl_beliefs.csv", pearl_posterior),
 }
 
 
 def tables_of(figure: Figure) -> tuple[list[dict], ...]:
-    """Rows of its file, or the runs and the evaluations of its cells."""
+    """Rows of each of its files, or the runs and the evaluations of its cells."""
     if figure.data.endswith(".csv"):
-        return (rows_of(RESULTS / figure.data),)
+        return tuple(rows_of(RESULTS / name) for name in figure.data.split())
     return read_cells(RESULTS, figure.data.split(), figure.skip_steps)
 
 
 def checksum(figure: Figure) -> str:
-    """Of what is drawn: of the rows of its cells, or of its file."""
+    """Of what is drawn: of the rows of its cells, or of its files."""
     digest = hashlib.sha256()
     if figure.data.endswith(".csv"):
-        content = (RESULTS / figure.data).read_bytes().replace(b"\r\n", b"\n")
-        digest.update(figure.data.encode() + b"\n" + content)
-    elif figure.data:
+        for name in figure.data.split():
+            content = (RESULTS / name).read_bytes().replace(b"\r\n", b"\n")
+            digest.update(name.encode() + b"\n" + content)
+    else:
         for row in (row for table in tables_of(figure) for row in table):
             digest.update(",".join(row.get(name, "") for name in DRAWN).encode() + b"\n")
     return digest.hexdigest()[:16]
@@ -320,12 +375,8 @@ def stale() -> list[str]:
 
 def draw(name: str) -> None:
     figure, out = FIGURES[name], PICTURES / f"{name}.png"
-    if figure.command:
-        program, *words = shlex.split(figure.command.replace("{out}", shlex.quote(str(out))))
-        subprocess.run([sys.executable, str(ROOT / "benchmark" / program), *words], cwd=ROOT, check=True)
-    else:
-        with plt.rc_context(STYLE):
-            figure.draw(*tables_of(figure), out)
+    with plt.rc_context(STYLE):
+        figure.draw(*tables_of(figure), out)
     KNOWN.write_text(json.dumps(known() | {name: checksum(figure)}, indent=1, sort_keys=True) + "\n")
 
 
@@ -345,10 +396,7 @@ def main() -> None:
             print(f"out of date: {' '.join(old)}; run python benchmark/figures.py")
         sys.exit(bool(old or others))
     for name in args.names or old:
-        if FIGURES[name].needs and name not in args.names:
-            print(f"{name} is out of date, and needs {FIGURES[name].needs}: name it to draw it")
-        else:
-            draw(name)
+        draw(name)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
 """What a step of adaptation does in PointNavigation-v0: paths of one policy, and the returns of all variants.
 
     python benchmark/run.py --suite maml
-    python benchmark/maml_paths.py --out docs/img/maml_paths.png
+    python benchmark/maml_paths.py
+    python benchmark/figures.py maml_paths
 
-The left panels show greedy paths on ten goals, before and after one and three inner steps, by the run of seed
-1 with --outer trpo. The last one, and benchmark/results/maml_steps.csv, have the returns of the final
-evaluations of all seeds of the suite, on 100 goals, before and after each step.
+benchmark/results/maml_paths.csv gets greedy paths to ten goals, before and after one and three inner steps,
+by the run of seed 1 with --outer trpo. maml_steps.csv gets the returns of the final evaluations of all seeds
+of the suite, on 100 goals, before and after each step.
 """
 
 import argparse
@@ -16,12 +17,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plot import COLOURS, STYLE, make_panels, plt, save
-from run import ROOT, load_script
+from run import ROOT, load_script, write_table
 from suites import SUITES
 
 FAMILY, GOALS = "PointNavigation-v0", 10
-TABLE = ROOT / "benchmark/results/maml_steps.csv"
+TABLE, PATHS = (ROOT / f"benchmark/results/{name}.csv" for name in ("maml_steps", "maml_paths"))
 RUNS = ROOT / "benchmark/runs"
 
 
@@ -52,55 +52,39 @@ def read_table() -> dict[str, dict[int, list[float]]]:
     return found
 
 
-def paths(maml, run: Path) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Goals, and the greedy paths (T, GOALS, 2) before and after one and three inner steps."""
+def paths(maml, run: Path) -> list[list]:
+    """Rows of PATHS: greedy paths to GOALS goals, before and after one and three inner steps."""
     torch.manual_seed(1)
     agent, args = maml.load_policy(run).agent, maml.Args(**maml.load(run)["args"])
     goals = maml.sample_tasks(args, GOALS, np.random.default_rng(args.eval_seed))
-    envs, rollouts, found = maml.make_task_envs(args, goals, args.episodes_per_task), [], []
+    envs, rollouts, rows = maml.make_task_envs(args, goals, args.episodes_per_task), [], []
     for k in range(4):
         params = maml.adapt(agent, GOALS, rollouts, args)
         if k != 2:
             steps = maml.play_episodes(maml.make_task_envs(args, goals), partial(agent.act, params=params))
-            found.append(np.stack([step["obs"] for step in steps]))
+            path = np.stack([step["obs"] for step in steps])  # (T, GOALS, 2)
+            for i, t in np.ndindex(GOALS, len(path)):
+                rows.append([k, i, t, *(f"{x:.4f}" for x in (*goals[i], *path[t, i]))])
         steps = maml.play_episodes(envs, partial(agent.act, greedy=False, params=params))
         rollouts.append(maml.make_rollout(steps, GOALS, args, agent.device))
-    return goals, found
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    args, maml, table = parser.parse_args(), load_script("maml"), read_table()
-    cells = [cell for cell in SUITES["maml"] if cell.env_id == FAMILY]
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter).parse_args()
+    table, cells = read_table(), [cell for cell in SUITES["maml"] if cell.env_id == FAMILY]
     for cell in cells:
         if seeds := table.get(cell.name, {}) | returns_of(cell):
             table[cell.name] = seeds
     names = [f"after_{k}" for k in range(max(len(x) for seeds in table.values() for x in seeds.values()))]
-    with TABLE.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["algo", "seed", *names])
-        writer.writerows(
-            [algo, seed, *x] for algo, seeds in table.items() for seed, x in sorted(seeds.items())
-        )
-    plt.rcParams.update(STYLE)
-    figure, panels = make_panels(4)
-    goals, found = paths(maml, folder(cells[0], 1))
-    for axes, title, path in zip(panels, ("before", "after 1 step", "after 3 steps"), found, strict=False):
-        for i, goal in enumerate(goals):
-            colour = COLOURS[i % len(COLOURS)]
-            axes.plot(*path[:, i].T, color=colour)
-            axes.plot(*goal, "x", color=colour, markersize=8, markeredgewidth=2)
-        axes.set(title=title, xlim=(-0.65, 0.65), ylim=(-0.65, 0.65), aspect="equal")
-    for (algo, seeds), colour in zip(table.items(), COLOURS, strict=False):
-        scores = np.array(list(seeds.values()))
-        panels[3].plot(scores.mean(0), "o-", color=colour, label=algo)
-        panels[3].fill_between(range(len(names)), scores.min(0), scores.max(0), color=colour, alpha=0.2)
-    panels[3].set(
-        title=f"{FAMILY}, 100 goals", xlabel="inner steps", ylabel="return", xticks=range(len(names))
-    )
-    panels[3].legend()
-    save(figure, "", args.out, {})
+    rows = [
+        [algo, seed, *(f"{y:.5g}" for y in x)]
+        for algo, seeds in table.items()
+        for seed, x in sorted(seeds.items())
+    ]
+    write_table(TABLE, ["algo", "seed", *names], rows)
+    columns = ["inner_steps", "goal", "step", "goal_x", "goal_y", "x", "y"]
+    write_table(PATHS, columns, paths(load_script("maml"), folder(cells[0], 1)))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Draws how the belief of algos/pearl.py about a point robot's goal narrows, episode by episode.
+"""Measures how the belief of algos/pearl.py about a point robot's goal narrows, episode by episode.
 
-    python benchmark/posterior.py runs/sparse --task 7 --out docs/img/pearl_posterior.png
+    python benchmark/posterior.py benchmark/runs/pearl__SparsePointRobot-v0__400000/1 --task 7
+    python benchmark/figures.py pearl_posterior
 
-Above, one held-out task: where the greedy policy would go (grey) for 60 z drawn from the belief before each
-episode, the episode that was played (black) and the goal (red). Below, several held-out tasks, a colour for
-each angle of the goal: mean and one standard deviation of the belief, in the two dimensions of z whose means
-differ most in the end.
+benchmark/results/pearl_paths.csv gets, for one held-out task, where the greedy policy would go for 40 z drawn
+from the belief before each episode, and the episode that was played (its draw is empty). pearl_beliefs.csv
+gets the belief before each episode in 40 held-out tasks: mean and standard deviation of z.
 """
 
 import argparse
@@ -13,11 +13,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.patches import Ellipse
-from plot import STYLE, plt, save
-from run import load_script
+from run import ROOT, load_script, write_table
 
-EPISODES, DRAWS, TASKS = 4, 60, 40
+EPISODES, DRAWS, TASKS = 4, 40, 40
+PATHS, BELIEFS = (ROOT / f"benchmark/results/pearl_{name}.csv" for name in ("paths", "beliefs"))
 
 
 def play(pearl, args, agent, tasks, z, seed, steps=None):
@@ -39,42 +38,29 @@ def play(pearl, args, agent, tasks, z, seed, steps=None):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("run", type=Path, help="run folder or .pt file of algos/pearl.py, of a point robot")
-    parser.add_argument("--out", type=Path, required=True, help="picture to write (.png, .svg, .pdf)")
-    parser.add_argument("--task", type=int, default=0, help="which held-out task the upper row shows")
+    parser.add_argument("--task", type=int, default=0, help="the held-out task whose paths are kept")
     options, pearl = parser.parse_args(), load_script("pearl")
     args, agent = pearl.Args(**pearl.load(options.run)["args"]), pearl.load_policy(options.run).agent
     torch.manual_seed(args.eval_seed)
     tasks = pearl.sample_tasks(args, TASKS, np.random.default_rng(args.eval_seed))
-    shown, steps, beliefs = options.task % TASKS, [], []
-    plt.rcParams.update(STYLE)
-    figure, panels = plt.subplots(2, EPISODES, figsize=(3 * EPISODES, 6))
-    for episode, axes in enumerate(panels[0]):
+    shown, steps, paths, beliefs = options.task % TASKS, [], [], []
+    for episode in range(EPISODES):
         mean, var = agent.belief_after(steps, TASKS)
-        beliefs.append((mean.numpy(), var.sqrt().numpy()))
+        for i, row in enumerate(np.concatenate([tasks, mean, var.sqrt()], axis=1)):
+            beliefs.append([args.env_id, episode + 1, i, *(f"{x:.4f}" for x in row)])
         z = pearl.draw(mean[shown].expand(DRAWS, -1), var[shown].expand(DRAWS, -1))
-        would = play(
-            pearl, args, agent, np.repeat(tasks[shown : shown + 1], DRAWS, axis=0), z, args.eval_seed
-        )
-        axes.plot(*would.transpose(2, 0, 1), color="0.6", linewidth=0.7, alpha=0.7)
-        path = play(pearl, args, agent, tasks, pearl.draw(mean, var), args.eval_seed + episode, steps)[
-            :, shown
-        ]
-        axes.plot(*path.T, color="black", linewidth=1.5)
-        axes.add_patch(plt.Circle(tasks[shown], 0.2, color="#D55E00", alpha=0.5, linewidth=0))
-        axes.set(title=f"episode {episode + 1}", xlim=(-1.5, 1.5), ylim=(-1.5, 1.5), aspect="equal")
-    first, second = np.argsort(beliefs[-1][0].std(axis=0))[-2:]
-    far = 1.1 * max(np.abs(mean[:, [first, second]]).max() for mean, _ in beliefs)
-    colours = plt.cm.hsv(np.arctan2(tasks[:, 1], tasks[:, 0]) / (2 * np.pi) % 1)
-    for axes, (mean, std) in zip(panels[1], beliefs, strict=True):
-        for i in range(TASKS):
-            at, size = mean[i, [first, second]], 2 * std[i, [first, second]]
-            axes.add_patch(Ellipse(at, *size, facecolor="none", edgecolor=colours[i]))
-            axes.plot(*at, ".", color=colours[i])
-        axes.set(xlim=(-far, far), ylim=(-far, far), aspect="equal", xlabel=f"z, dimension {first + 1}")
-    panels[1, 0].set_ylabel(f"z, dimension {second + 1}")
-    save(figure, f"The belief before each episode, {args.env_id}", options.out, {})
+        would = play(pearl, args, agent, np.repeat(tasks[[shown]], DRAWS, axis=0), z, args.eval_seed)
+        seed = args.eval_seed + episode
+        path = play(pearl, args, agent, tasks, pearl.draw(mean, var), seed, steps)[:, shown]
+        for draw, positions in [*enumerate(would.transpose(1, 0, 2)), ("", path)]:
+            paths += [
+                [shown, episode + 1, draw, t, f"{x:.3f}", f"{y:.3f}"] for t, (x, y) in enumerate(positions)
+            ]
+    z = [f"{name}_{i + 1}" for name in ("mean", "std") for i in range(args.latent_dim)]
+    write_table(BELIEFS, ["env_id", "episode", "task", "goal_x", "goal_y", *z], beliefs)
+    write_table(PATHS, ["task", "episode", "draw", "step", "x", "y"], paths)
 
 
 if __name__ == "__main__":

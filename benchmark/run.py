@@ -28,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -362,6 +363,11 @@ def rows_of(path: Path) -> list[dict]:
         return []
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def write_table(path: Path, columns: list[str], rows: Iterable) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
 
 
 def replace_rows(path: Path, columns: list[str], rows: list[dict], same, order) -> None:

@@ -8,12 +8,11 @@ a raster. The counts go to benchmark/results/visits.csv, a row for each place.
 """
 
 import argparse
-import csv
 import tempfile
 from dataclasses import fields
 
 import numpy as np
-from run import ROOT, load_script
+from run import ROOT, load_script, write_table
 
 GRID = "benchmark.hidden_envs:SparseGrid-v0"
 STEPS = {GRID: 60_000, "MountainCar-v0": 40_000}
@@ -58,8 +57,7 @@ def main() -> None:
         counts = visits(algo, env_id, args.seed)
         rows += [[algo, env_id, *place, *counts[place]] for place in np.ndindex(counts.shape[:2])]
     columns = ["algo", "env_id", "row", "column", *(f"quarter_{i + 1}" for i in range(QUARTERS))]
-    with TABLE.open("w", newline="") as file:
-        csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+    write_table(TABLE, columns, rows)
 
 
 if __name__ == "__main__":
