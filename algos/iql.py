@@ -35,7 +35,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from pickle import UnpicklingError, dumps, loads
 from types import SimpleNamespace
-from typing import Annotated, Literal, get_args, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import cv2
 import gymnasium as gym
@@ -511,10 +511,7 @@ def parse_args(argv: list[str] | None = None) -> Args:
     default = make_args(first.env_id)
     if path := first.resume or first.evaluate:
         anew = dict(run_dir="", resume="", evaluate="", init_from="")
-        try:
-            default = Args(**load(path)["args"] | anew | ({"capture_video": False} if first.evaluate else {}))
-        except (KeyError, TypeError) as error:
-            raise UsageError(f"{path} was not saved by this script: {error}") from None
+        default = saved_args(path, **anew | ({"capture_video": False} if first.evaluate else {}))
     args = tyro.cli(Args, args=argv, default=default, description=(__doc__ or "").partition("\n\n")[0])
     return replace(args, env_id=make_args(args.env_id).env_id)
 
@@ -526,16 +523,22 @@ def check_ranges(args) -> None:
         parts = (hint, *get_args(hint))  # the type, or the types inside it
         if dict in parts and type(value) is not dict:
             raise UsageError(f'{flag} {json.dumps(value)}: must be a JSON object, such as {{"name": 1}}')
+        choices = next((get_args(part) for part in parts if get_origin(part) is Literal), (value,))
+        if value is not None and value not in choices:
+            raise UsageError(f"{flag} {value}: must be one of {', '.join(choices)}")
         if type(value) is int and any(part is float or float in get_args(part) for part in parts):
             setattr(args, name, float(value))
         for low, high in (x for part in parts for x in getattr(part, "__metadata__", ()) if type(x) is tuple):
             if any(x is not None and not low <= x <= high for x in np.ravel(value)):
-                raise UsageError(f"{flag} {value}: must be from {low} to {high}")
+                span = f"at least {low}" if high == math.inf else f"from {low} to {high}"
+                raise UsageError(f"{flag} {value}: must be {span}")
 
 
 def set_up(args) -> torch.device:
     """Checks the arguments, seeds everything random and picks the device."""
     check_ranges(args)
+    if sum(map(bool, (args.resume, args.evaluate, args.init_from))) > 1:
+        raise UsageError("--resume, --evaluate and --init-from exclude each other")
     if args.capture_video and sys.platform == "linux" and not os.environ.keys() & {"DISPLAY", "MUJOCO_GL"}:
         os.environ["MUJOCO_GL"] = "egl"  # MuJoCo renders without a display
     torch.set_num_threads(args.torch_threads or torch.get_num_threads())
@@ -558,13 +561,13 @@ def segment_seed(args, env_steps: int) -> int:
 
 
 def say(text: str) -> None:
-    """Prints above the progress bar. A missing console or a closed pipe (`| head`) does not matter."""
+    """Prints above the progress bar. A missing console, or one that has gone, does not matter."""
     try:
         if sys.stdout:
             encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
             tqdm.write(text.encode(encoding, "replace").decode(encoding))
             sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError:  # a closed pipe (`| head`) or terminal
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -618,7 +621,7 @@ def image_shape(space) -> tuple[int, ...] | None:
 
 
 def brightness(space) -> np.uint8:
-    """The factor that makes bytes up to 1, or up to another maximum of the space, bytes up to 255."""
+    """The factor that scales bytes up to 255 if the maximum of their space is lower, such as 1."""
     return np.uint8(255 // max(int(space.high.max()), 1))
 
 
@@ -784,7 +787,7 @@ class StandardEnv(gym.Wrapper):
         if self.masked and not over:
             legal = array[-self.choices :] > 0
             if not np.logical_or.reduceat(legal, self.starts).all():
-                raise UsageError(f"{self.id}: action_mask allows no action at all in a choice; 1 is legal")
+                raise UsageError(f"{self.id}: action_mask forbids all actions of a choice; 1 is legal")
         return array
 
     def check(self, obs) -> None:
@@ -809,13 +812,13 @@ class StandardEnv(gym.Wrapper):
                 raise UsageError(f"{self.id}: {what} is not an observation of {space}")
 
     def reset(self, **kwargs):
-        text = f"{self.id}: reset() must take seed and options, return obs, info"
+        text = f"{self.id}: reset() must take seed and options and return obs, info"
         try:
             obs, info = self.env.reset(**kwargs)
         except (AssertionError, TypeError, ValueError, gym.error.Error) as error:
             raise misfit(error, text) from None
         if not isinstance(info or {}, dict):
-            raise UsageError(f"{text}, a dict")
+            raise UsageError(f"{text}; info is a dict")
         self.info = info or {}
         if not self.masked and "action_mask" in self.info and not self.choices:
             raise UsageError(f"{self.id}: a mask in info needs Discrete or MultiDiscrete actions")
@@ -838,7 +841,7 @@ class StandardEnv(gym.Wrapper):
                 raise UsageError(f"{self.id}: its reward is {reward!r}, not a number")
             reward = number(reward)
         if info and not isinstance(info, dict):
-            raise UsageError(f"{text}, a dict")
+            raise UsageError(f"{text}; info is a dict")
         if not self.floats:
             self.check(obs)
         obs, info = self.observe(obs, info or {}, terminated or truncated), info or {}
@@ -1089,7 +1092,10 @@ class Adam(torch.optim.Adam):
 
     def load_state_dict(self, state: dict) -> None:
         """Restores the moments; learning rates and other settings keep their current values."""
-        state = state | {"param_groups": self.state_dict()["param_groups"]}
+        groups = self.state_dict()["param_groups"]
+        if [len(x["params"]) for x in groups] != [len(x["params"]) for x in state["param_groups"]]:
+            raise ValueError("its optimizer has other parameters")
+        state = state | {"param_groups": groups}
         inspect.unwrap(torch.optim.Adam.load_state_dict)(self, state)
 
 
@@ -1121,7 +1127,7 @@ def polyak_update(network: nn.Module, target: nn.Module, tau: float) -> None:
 
 
 class CudaGraph:
-    """update(batch), captured after three calls and then replayed: one launch instead of hundreds."""
+    """update(batch), captured after three calls and then replayed: one launch instead of about a hundred."""
 
     def __init__(self, update):
         self.update, self.calls = update, 0
@@ -1227,18 +1233,19 @@ def film(args, agent, path: Path, stopped=lambda: False) -> None:
 
 def open_film(path: Path, fps: float, size: tuple[int, int]) -> cv2.VideoWriter:
     """A VP8 writer. Opening it is muted: OpenCV warns about the format, and then writes it."""
-    writer = lambda: cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
-    try:
+    null, stderr = os.open(os.devnull, os.O_WRONLY), None
+    with contextlib.suppress(OSError):  # nobody listens
         stderr = os.dup(2)
-    except OSError:  # nobody listens
-        return writer()
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, 2)
+        os.dup2(null, 2)
     try:
-        return writer()
+        writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"VP80"), fps, size)
     finally:
-        os.dup2(stderr, 2)
-        os.close(stderr), os.close(null)
+        if stderr is not None:
+            os.dup2(stderr, 2), os.close(stderr)
+        os.close(null)
+    if not writer.isOpened():
+        raise UsageError(f"cannot write {path}: is its folder writable, and does OpenCV have VP8?")
+    return writer
 
 
 def as_frame(image, env_id: str) -> np.ndarray:
@@ -1250,7 +1257,7 @@ def as_frame(image, env_id: str) -> np.ndarray:
     color = image.ndim == 3 and image.shape[2] in (3, 4)
     if image.dtype != np.uint8 or not image.size or not gray and not color:
         what = f"{image.dtype} of shape {image.shape}"
-        raise UsageError(f"{env_id} cannot be filmed: its render() returns {what}, not bytes (H, W, 3)")
+        raise UsageError(f"{env_id}: render() returns {what}; a video needs bytes (H, W, 3)")
     if gray:
         return cv2.cvtColor(image.reshape(image.shape[:2]), cv2.COLOR_GRAY2BGR)
     return cv2.cvtColor(image, cv2.COLOR_RGB2BGR if image.shape[2] == 3 else cv2.COLOR_RGBA2BGR)
@@ -1269,19 +1276,29 @@ def load(path: str | Path) -> dict:
     return state
 
 
+def saved_args(path: str | Path, **changes) -> Args:
+    """The arguments in a .pt file or in a run folder, with changes."""
+    try:
+        return Args(**load(path)["args"] | changes)
+    except (KeyError, TypeError) as error:
+        raise UsageError(f"{path} was not saved by this script: {error}") from None
+
+
 class Policy:
     """policy(obs, info=None, greedy=True): the environment's observation in, an action for it out.
 
     A batch of observations from a vector environment yields a batch of actions. Of info only action_mask is
-    read. Call reset() before each episode: a policy with memory forgets the last one.
+    read. Call reset() before each episode, or for a batch reset(done), with done (num_envs,) where episodes
+    have ended: a policy with memory forgets them.
     """
 
     def __init__(self, agent, env):
         self.agent, self.env = agent.eval(), env
         self.reset()
 
-    def reset(self) -> None:
-        self.info = {}  # what a policy keeps from step to step
+    def reset(self, done=None) -> None:
+        kept = {} if done is None else self.info  # the memory (num_envs, 1, size) of a policy that has one
+        self.info = {name: x * torch.as_tensor(~np.asarray(done))[:, None, None] for name, x in kept.items()}
 
     def __call__(self, obs, info=None, greedy=True):
         space, masks = self.env.env.observation_space, (info or {}).get("action_mask")
@@ -1301,12 +1318,13 @@ class Policy:
 
 def load_policy(path: str | Path) -> Policy:
     """The policy in a .pt file or a run folder, for the original environment (Atari: for make_envs's)."""
-    state = load(path)
-    args = Args(**state["args"])
+    args = saved_args(path)
     agent = Agent(*standard_spaces(args), args, torch.device("cpu"))
-    agent.load_state_dict(state["agent"])
+    agent.load_state_dict(load(path)["agent"])
     if not args.env_id.startswith("ALE/"):
-        return Policy(agent, make_env(args, agent.obs_space.masked))
+        env = make_env(args, agent.obs_space.masked)
+        env.close()  # only its maps are needed
+        return Policy(agent, env)
     games = gym.Env()  # those of make_envs, which preprocesses and stacks frames
     games.observation_space, games.action_space = agent.obs_space, agent.action_space
     return Policy(agent, StandardEnv(games, args))
@@ -1349,23 +1367,34 @@ class Run:
             raise UsageError(f"{path} is not a full checkpoint; --init-from starts a run from its weights")
         try:
             for name in self.parts if whole else ["agent"]:
-                self.parts[name].load_state_dict(state[name])
+                part = state[name]  # a buffer copies it; others would keep the mapped file on the disk
+                self.parts[name].load_state_dict(part if name == "buffer" else loads(dumps(part)))
+            loaded = self.parts["agent"].state_dict().items()
+            if any(not torch.equal(x.cpu(), state["agent"][name]) for name, x in loaded):
+                raise ValueError("two of its networks are one here: see --shared-trunk")
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            raise UsageError(f"{path} does not fit these arguments: {error}") from None
+            reason = [line.strip() for line in str(error).splitlines()][:2][-1:]  # PyTorch lists all layers
+            raise UsageError(f"{path} does not fit these arguments: {' '.join(reason)}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
         self.episodes = [x for x in self.episodes if len(x) == len(self.running)]  # of other --info-keys
-        if self.args.resume and self.args.run_dir:  # a branch has a log and a best model of its own
-            self.best = -math.inf
-        else:
-            self.folder = path if path.is_dir() else path.parent
+        if whole and self.args.run_dir:  # a branch has a log, a checkpoint and a best model of its own
+            self.best, self.saved_at, self.scored_at = -math.inf, -1, -1
+            return
+        self.folder = path if path.is_dir() else path.parent
+        if whole and (best := self.folder / "best.pt").exists():  # after a kill, newer than the checkpoint
+            self.best = max(self.best, load(best)["run"]["best"])
 
     def __enter__(self):
         self.open()
         self.handlers = {}
+        numbers = [signal.SIGINT, signal.SIGTERM]
+        hangup = getattr(signal, "SIGHUP", None)  # the terminal has gone; Windows has none
+        if hangup and signal.getsignal(hangup) != signal.SIG_IGN:  # as under nohup
+            numbers.append(hangup)
         with contextlib.suppress(ValueError):  # signals reach the main thread only
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in numbers:
                 self.handlers[number] = signal.signal(number, self.catch)
         return self
 
@@ -1381,6 +1410,7 @@ class Run:
         with quiet, contextlib.ExitStack() as last:  # all of these happen, in reverse order
             for number, handler in self.handlers.items():
                 last.callback(signal.signal, number, handler)
+            last.callback(self.lock.close)
             last.callback(self.bar.close)
             last.callback(self.writer.close)
             if self.envs is not None:
@@ -1391,14 +1421,15 @@ class Run:
             if error and code:
                 say(f"the process of environment {i} ended with exit code {code}")
         go_on = self.command("--resume", str(self.folder))
+        if error and self.saved_at > 0:
+            why = "stopped at once" if at_once else "an error ended the training"
+            say(f"{why}; step {self.saved_at:,} is saved; to continue: {go_on}")
         if at_once:
             raise KeyboardInterrupt from None
-        if error and self.saved_at > 0:
-            say(f"an error ended the training; step {self.saved_at:,} is saved; to continue: {go_on}")
-        elif not error and self.signal:
+        if not error and self.signal:
             say(f"stopped at step {self.env_steps:,}, saved; to continue: {go_on}")
             raise KeyboardInterrupt if self.signal == signal.SIGINT else SystemExit(128 + self.signal)
-        elif not error:
+        if not error and self.best > -math.inf:
             watch = self.command("--evaluate", str(self.folder / "best.pt"), "--capture-video")
             say(f"best mean return {self.best:.1f}; to watch it: {watch}")
 
@@ -1412,7 +1443,9 @@ class Run:
         """Creates the folder, or continues in it, without the log entries after the checkpoint."""
         args, agent, name = self.args, self.parts["agent"], self.folder.name
         if args.run_dir and any(self.folder.glob("*")):
-            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or --resume it")
+            whole = (self.folder / "checkpoint.pt").exists()
+            what = "--resume it" if whole else "delete it, for it has no checkpoint"
+            raise UsageError(f"{self.folder} is not empty: choose another --run-dir, or {what}")
         try:
             while not (args.run_dir or args.resume):  # runs of the same second get their own folders
                 with contextlib.suppress(FileExistsError):
@@ -1423,12 +1456,22 @@ class Run:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UsageError(f"cannot make the folder {self.folder}: {error.strerror}") from None
+        self.lock = (self.files / "lock").open("w")  # one training at a time, however the last one ended
+        try:
+            fcntl = importlib.import_module("fcntl")
+            fcntl.lockf(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"another training runs in {self.folder}") from None
+        except (ImportError, OSError):  # Windows, and some network drives
+            pass
         self.progress = self.files / "progress.jsonl"
         if self.progress.exists():
             rows = self.progress.read_bytes().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith(b"\n") and json.loads(row)["step"] <= self.env_steps]
             os.truncate(self.progress, sum(map(len, kept)))
-        git = subprocess.getoutput(f'git -C "{self.source.parent}" describe --always --dirty')
+        describe, git = ["git", "-C", str(self.source.parent), "describe", "--always", "--dirty"], ""
+        with contextlib.suppress(OSError):  # no git
+            git = subprocess.run(describe, capture_output=True, text=True).stdout.strip()
         about = {module.__name__: module.__version__ for module in (torch, gym, np)} | dict(
             python=sys.version, git=git, command=sys.argv, step=self.env_steps,
             device=torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
@@ -1451,12 +1494,17 @@ class Run:
         actions = action_text(agent.action_space) + ", masked" * agent.obs_space.masked
         say(f"{args.env_id} obs: {agent.obs_space} · actions: {actions} · {parameters:,} parameters")
         for kind in agent.obs_space.flattened:
-            say(f"note: obs {kind.dtype} {kind.shape} go to the MLP as numbers; a CNN takes bytes (uint8)")
+            say(f"note: {kind.dtype} obs {kind.shape} are flattened for the MLP; a CNN takes bytes (uint8)")
         say(f"run folder: {self.folder}")
+        if args.resume and self.finished:
+            goal = "stop-return" if self.env_steps < args.total_timesteps else "total-timesteps"
+            say(f"nothing is left to do after step {self.env_steps:,}: raise --{goal}")
 
     def catch(self, number: int, frame) -> None:
         """Stops at the next pause; a second signal stops at once."""
         self.signal = number
+        with contextlib.suppress(OSError):  # print would fail if this interrupts one
+            os.write(2, b"\nstops and saves after this rollout or evaluation; once more: at once\n")
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
 
@@ -1518,20 +1566,22 @@ class Run:
         """Scores the agent, logs it, keeps it in models/, and in best.pt if it is the best so far."""
         args, agent, path = self.args, self.parts["agent"], ""
         returns, metrics = evaluate(args, agent, lambda: self.signal)
+        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
+        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
         if args.capture_video:
             seed = f"-seed{args.eval_seed}" if args.evaluate else ""
             path = self.folder / "videos" / f"{self.env_steps}{seed}.webm"
+        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
+        text = f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip()
+        if args.evaluate and not self.signal:  # before the film, which may fail
+            say(text)
+            say(json.dumps(dict(step=self.env_steps, episodes=len(returns), **metrics, returns=[*returns])))
+        if path:
             (self.files / "videos").mkdir(exist_ok=True)
             film(args, agent, self.here / path, lambda: self.signal)
-        if self.signal:  # it was cut short; --resume repeats it
+        if args.evaluate or self.signal:  # if it was cut short, --resume repeats it
             return returns
-        spread = f"± {returns.std():.1f} ({returns.min():.1f} to {returns.max():.1f})"
-        success = f"  success {metrics['eval/success_rate']:.0%}" if "eval/success_rate" in metrics else ""
-        length = f"length {metrics['eval/length_mean']:.1f}{success}  {path}"
-        say(f"step {self.env_steps:,}  return {returns.mean():.1f} {spread}  {length}".rstrip())
-        if args.evaluate:  # for other programs
-            say(json.dumps(dict(step=self.env_steps, episodes=len(returns), **metrics, returns=[*returns])))
-            return returns
+        say(text)
         self.returns, self.scored_at = returns.tolist(), self.env_steps
         self.log(metrics)
         self.save(f"models/{self.env_steps}.pt", agent=agent)
@@ -1566,7 +1616,8 @@ class Run:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
             what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
-            raise FloatingPointError(f"{what}; {self.folder} has the checkpoint of step {self.saved_at:,}")
+            saved = f"; {self.folder} has the checkpoint of step {self.saved_at:,}"
+            raise FloatingPointError(what + saved * (self.saved_at >= 0))
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""

@@ -13,7 +13,6 @@ actions, and writes the return of the greedy policy to benchmark/results/taxi_ma
 
 import argparse
 import contextlib
-import csv
 import io
 import json
 import tempfile
@@ -24,7 +23,7 @@ import numpy as np
 import torch
 from matplotlib.colors import ListedColormap
 from plot import COLOURS, STYLE, make_panels, plt, save
-from run import ROOT, load_script
+from run import ROOT, load_script, write_table
 
 WORLDS = {  # a symbol for each action, and the grid of the states where they are numbers alone
     "FrozenLake": ("←↓→↑", lambda world: world.desc.shape),
@@ -111,15 +110,14 @@ def episode_returns(rule: str, seed: int) -> list[float]:
 
 
 def measure_cliff() -> None:
-    with (ROOT / "benchmark/results/cliff.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["update_rule", "episode", "seeds", "return_mean", "return_std"])
-        for rule in ("sarsa", "q_learning"):
-            returns = [episode_returns(rule, seed) for seed in range(1, SEEDS + 1)]
-            mean, std = np.mean(returns, axis=0), np.std(returns, axis=0)
-            for i in range(EPISODES):
-                table.writerow([rule, i + 1, SEEDS, round(mean[i], 3), round(std[i], 3)])
-            print(f"{rule}: mean return of the last 100 episodes {mean[-100:].mean():.1f}")
+    rows = []
+    for rule in ("sarsa", "q_learning"):
+        returns = [episode_returns(rule, seed) for seed in range(1, SEEDS + 1)]
+        mean, std = np.mean(returns, axis=0).round(3), np.std(returns, axis=0).round(3)
+        rows += [[rule, i + 1, SEEDS, float(mean[i]), float(std[i])] for i in range(EPISODES)]
+        print(f"{rule}: mean return of the last 100 episodes {mean[-100:].mean():.1f}")
+    columns = ["update_rule", "episode", "seeds", "return_mean", "return_std"]
+    write_table(ROOT / "benchmark/results/cliff.csv", columns, rows)
 
 
 # ----------------------------------------------------------------------------------------------------- masks
@@ -151,15 +149,15 @@ def greedy_returns(env_id: str, seed: int) -> list[tuple[int, float]]:
 
 def measure_taxi() -> None:
     gym.register("Unmasked-v0", Unmasked)
-    with (ROOT / "benchmark/results/taxi_masks.csv").open("w", newline="") as file:
-        table = csv.writer(file)
-        table.writerow(["masks", "seed", "step", "eval_return_mean"])
-        for env_id, label in (("Taxi-v4", "with masks"), ("Unmasked-v0", "without")):
-            curves = [greedy_returns(env_id, seed) for seed in range(1, TAXI_SEEDS + 1)]
-            for seed, curve in enumerate(curves, start=1):
-                table.writerows([env_id == "Taxi-v4", seed, step, round(score, 3)] for step, score in curve)
-            reach = [next(step for step, score in curve if score >= 7) for curve in curves]
-            print(f"{label}: a return of 7 after {np.median(reach):,.0f} steps (median of the seeds)")
+    rows = []
+    for env_id, label in (("Taxi-v4", "with masks"), ("Unmasked-v0", "without")):
+        curves = [greedy_returns(env_id, seed) for seed in range(1, TAXI_SEEDS + 1)]
+        for seed, curve in enumerate(curves, start=1):
+            rows += [[env_id == "Taxi-v4", seed, step, round(score, 3)] for step, score in curve]
+        reach = [next(step for step, score in curve if score >= 7) for curve in curves]
+        print(f"{label}: a return of 7 after {np.median(reach):,.0f} steps (median of the seeds)")
+    columns = ["masks", "seed", "step", "eval_return_mean"]
+    write_table(ROOT / "benchmark/results/taxi_masks.csv", columns, rows)
 
 
 def main() -> None:

@@ -44,7 +44,9 @@ def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.nd
             policy.reset()
         while not over:
             mask, before = info.get("action_mask"), keep(obs)  # some environments write into one array
-            action = policy(obs, info, greedy=greedy) if policy else env.action_space.sample(mask)
+            legal = obs.get("action_mask", mask) if isinstance(obs, dict) else mask
+            legal = None if legal is None else np.asarray(legal, np.int8)
+            action = policy(obs, info, greedy=greedy) if policy else env.action_space.sample(legal)
             next_obs, reward, terminated, truncated, next_info = env.step(action)
             step = dict(obs=before, action=np.array(action), reward=float(reward), next_obs=keep(next_obs))
             step |= dict(terminated=bool(terminated), truncated=bool(truncated))
@@ -70,6 +72,8 @@ def replayed(script, state: dict, first: float) -> dict[str, np.ndarray]:
     steps = math.ceil(min(kept, first / num_envs))
     rows = (np.arange(steps) + oldest) % kept * num_envs
     rows = np.concatenate([rows + i for i in range(num_envs)])
+    if buffer["obs"].shape[1:] != space.shape:
+        sys.exit("record.py: --replay knows no masks: record the run without it")
     names = ("obs", "action", "reward", "next_obs", "terminated", "done")
     obs, action, reward, next_obs, terminated, done = (buffer[name].numpy()[rows] for name in names)
     ends = done > 0
@@ -118,6 +122,8 @@ def main(argv: list[str] | None = None) -> None:
         if env_id.startswith("ALE/"):
             parser.error(f"{env_id}: frames of Atari are stacked, so a data set cannot hold them")
         env = gym.make(env_id, **kwargs)
+        if env.action_space.shape is None:
+            parser.error(f"{env_id}: a data set cannot hold Dict or Tuple actions")
         data = play(env, policy, args.episodes, args.seed, not args.sample)
         env.close()
     np.savez_compressed(args.out, **data)

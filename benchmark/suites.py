@@ -307,7 +307,7 @@ SUITES = {
     # steps: ten minutes a seed on one core. A2C needs three.
     "million": [
         Cell("a2c", "HalfCheetah-v5", 1_000_000, 10, None, LONG),
-        Cell("ppo", "HalfCheetah-v5", 1_000_000, 5, None, FOUR),
+        Cell("ppo", "HalfCheetah-v5", 1_000_000, 10, None, FOUR),
         Cell("ppo", "Hopper-v5", 1_000_000, 5, None, FOUR),
         Cell("ppo", "Walker2d-v5", 1_000_000, 5, None, FOUR),
         Cell("ppo", "Swimmer-v5", 1_000_000, 5, None, LONG),

@@ -26,9 +26,9 @@ from suites import PUBLISHED, SUITES
 from time_to_bar import RACES
 
 NOTE = """
-Lines to read: those of the algorithm; the utilities below them, all but equal in every script, make the rest.
-Bars: of the results that have one, how many reach it (interquartile mean over seeds, and 80% of the seeds, of
-100 episodes with the last policy, greedy but for SparseGrid). Speed: environment steps per second over
+Lines to read: those of the algorithm; the rest are utilities, nearly the same in every script. Bars: how many
+of the results that have a bar reach it (interquartile mean over seeds, and 80% of the seeds, of 100 episodes
+with the last policy, greedy except on SparseGrid). Speed: environment steps per second over
 those of Stable-Baselines3 on CartPole-v1 (SAC and TD3: HalfCheetah-v5; TRPO: Pendulum-v1) at equal settings
 and networks, median of pairs on a CPU. Papers, seeds, intervals, other tasks and published results are on the
 pages.

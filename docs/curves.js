@@ -25,7 +25,7 @@ function draw() {
   const style = getComputedStyle(document.body), theme = name => style.getPropertyValue(`--color-${name}`).trim();
   const ink = theme("foreground-primary"), grid = theme("background-border"), narrow = innerWidth < 600;
   const lines = Object.entries(CURVES[choice.value]).flatMap(([name, seeds], i) => {
-    const color = COLORS[i % COLORS.length].replace("ink", ink), dash = i < COLORS.length ? "solid" : "dot";
+    const color = COLORS[i % COLORS.length].replace("ink", ink), dash = ["solid", "dot", "dash"][Math.floor(i / COLORS.length) % 3];
     const visible = inSteps(name) || "legendonly"; // gradient steps are no environment steps
     const line = { mode: "lines", legendgroup: name, name, visible, hoverlabel: { namelength: -1 } };
     const points = ([x, y]) => { // a logarithmic axis has no 0

@@ -190,6 +190,8 @@ def tiny(module, run_dir="run", **changes):
     grid = {"discrete_obs": True} if module.__name__ == "q_learning" else {}
     values = probe(module, "Walk", **grid) | dict(run_dir=str(run_dir)) | TINY | changes
     values = dict(finetune_steps=max(values["total_timesteps"] - 32, 0)) | values  # iql: 32 offline
+    if values.get("shared_trunk"):  # the critic has no layers of its own
+        values = dict(values, critic_sizes=changes.get("critic_sizes"))
     args = module.Args(**{name: value for name, value in values.items() if has(module, name)})
     return with_data(args)
 

@@ -25,12 +25,14 @@ import probe_envs
 import pytest
 import torch
 from conftest import (
+    NAMES,
     call_main,
     checkpoint,
     equal,
     flags,
     fork,
     has,
+    load_script,
     parts,
     plays,
     progress,
@@ -41,6 +43,7 @@ from conftest import (
 )
 
 RHYTHM = dict(eval_every=64, checkpoint_every=64, total_timesteps=192)
+SHARED = [name for name in NAMES if has(load_script(name), "shared_trunk")]
 WHOLE = {}  # by script: how many functions a whole training calls, its log and its parts
 
 
@@ -502,3 +505,151 @@ def test_one_environment_one_step_and_one_minibatch_are_enough(script):
     quick(script, "Ones", **dict.fromkeys(ones.split(), 1), **few)
     rows = [row for row in progress() if "reward/mean" in row or "loss/policy" in row]
     assert rows and all(np.isfinite(list(row.values())).all() for row in progress())
+
+
+# -------------------------------------------------------------------- from folder to folder, and side by side
+@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("shared", [False, True])
+def test_weights_of_other_layers_are_refused_in_one_line(name, shared, capsys):
+    """With a shared trunk, actor and critic have the same names in a file, and one would get both weights.
+    Vice versa both get the same ones, which is right; but Adam's moments fit no more."""
+    script = load_script(name)
+    quick(script, shared_trunk=shared, critic_sizes=None)
+    other = "--no-shared-trunk" if shared else "--shared-trunk"
+    before = checkpoint(), checkpoint(name="best.pt")
+    init = [*flags(short(script, run_dir="new", critic_sizes=None)), "--init-from", "run/best.pt", other]
+    resumed = ["--resume", "run", "--total-timesteps", "600", other]
+    for words in [resumed] if shared else [resumed, ["--evaluate", "run", other], init]:
+        assert call_main(script, *words) == 2
+        (*_, line) = capsys.readouterr().err.strip().splitlines()
+        assert "does not fit these arguments" in line
+    assert equal((checkpoint(), checkpoint(name="best.pt")), before)
+
+
+def test_layers_that_do_not_exist_have_no_sizes(capsys):
+    for name in SHARED:
+        script = load_script(name)
+        assert call_main(script, *flags(short(script, shared_trunk=True, critic_sizes=(3,)))) == 2
+        assert "--critic-sizes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("steps", [192, 256])  # those of the whole run, and more
+def test_a_branch_can_be_resumed_and_evaluated_from_its_start(ppo, capsys, steps):
+    quick(ppo, **RHYTHM)
+    assert call_main(ppo, "--resume", "run", "--run-dir", "new", "--total-timesteps", str(steps)) == 0
+    out = capsys.readouterr().out
+    assert ("nothing is left to do" in out) == (steps == 192) and "new/best.pt" in out
+    assert call_main(ppo, "--evaluate", "new/best.pt") == call_main(ppo, "--resume", "new") == 0
+    assert evaluations("new")[0] == 192
+
+
+def test_an_error_in_the_first_steps_of_a_branch_leaves_a_checkpoint(ppo, capsys):
+    quick(ppo, "Fault", env_kwargs=dict(after=10**6), **RHYTHM)
+    args = ppo.parse_args(["--resume", "run", "--run-dir", "new", "--total-timesteps", "256"])
+    with pytest.raises(RuntimeError):
+        ppo.train(replace(args, env_kwargs=args.env_kwargs | dict(after=20)))
+    assert "--resume new" in capsys.readouterr().out.replace("'", "").replace(", ", " ")
+    assert checkpoint("new")["run"]["env_steps"] >= 192
+
+
+def test_the_best_model_survives_a_kill(ppo, monkeypatch):
+    """best.pt may be newer than the checkpoint that a killed run goes on from."""
+    evaluate, marks = ppo.evaluate, iter([1.0, 50.0, 500.0, 3.0, 4.0])
+    monkeypatch.setattr(ppo, "evaluate", lambda *args: (0 * (x := evaluate(*args))[0] + next(marks), x[1]))
+    quick(ppo, **RHYTHM | dict(total_timesteps=64))
+    old = Path("run/checkpoint.pt").read_bytes()
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "128"]))
+    Path("run/checkpoint.pt").write_bytes(old)
+    ppo.train(ppo.parse_args(["--resume", "run", "--total-timesteps", "192"]))
+    assert checkpoint(name="best.pt")["run"]["best"] == checkpoint()["run"]["best"] == 500
+
+
+def test_a_run_is_one_of_a_new_one_a_resumed_one_and_an_evaluation(script, capsys):
+    quick(script)
+    for first, second in (("--resume", "--init-from"), ("--evaluate", "--resume")):
+        assert call_main(script, first, "run", second, "run/checkpoint.pt") == 2
+        assert "exclude each other" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_two_trainings_never_share_a_folder(script):
+    """The second one ends at once, with the folder as it was; when the first one has ended, it may go on."""
+    first = fork(lambda: script.train(short(script, **RHYTHM | dict(total_timesteps=10**7))))
+    while not Path("run/checkpoint.pt").exists():
+        time.sleep(0.05)
+    second = fork(lambda: sys.exit(call_main(script, "--resume", "run")), Path("out"))
+    try:
+        assert wait(second) == 2 and "another training runs in run" in Path("out").read_text()
+    finally:
+        os.kill(first, signal.SIGKILL)
+        wait(first)
+    steps = str(checkpoint()["run"]["env_steps"] + 64)
+    assert call_main(script, "--resume", "run", "--total-timesteps", steps) == 0
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_goes_away_stops_a_training_unless_it_is_under_nohup(ppo, nohup):
+    def run():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        count_calls(ppo, (5_000, signal.SIGHUP))
+        sys.exit(call_main(ppo, *flags(short(ppo, **RHYTHM))))
+
+    assert wait(fork(run, Path("out"))) == (0 if nohup else 128 + signal.SIGHUP)
+    steps, said = checkpoint()["run"]["env_steps"], Path("out").read_text()
+    assert (steps == 192) == nohup and ("stops and saves" in said) == (not nohup)
+    assert nohup or f"stopped at step {steps}, saved" in said
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/maps"), reason="Linux only")
+def test_a_resumed_run_lets_go_of_the_checkpoint_that_it_has_loaded(script, monkeypatch):
+    """Else the disk holds the old file beside the new one until the training ends."""
+    quick(script, **RHYTHM)
+    save, held = script.Run.checkpoint, []
+
+    def looked(run):
+        save(run)
+        held.append("checkpoint.pt" in Path("/proc/self/maps").read_text())
+
+    monkeypatch.setattr(script.Run, "checkpoint", looked)
+    script.train(script.parse_args(["--resume", "run", "--total-timesteps", "320"]))
+    assert held and not any(held)
+
+
+def test_a_film_that_cannot_be_written_hides_no_score(script, capsys):
+    quick(script)
+    Path(f"run/videos/{checkpoint()['run']['env_steps']}-seed10000000.webm").mkdir(parents=True)
+    words = ["--capture-video", "--eval-seed", "10000000"]
+    assert call_main(script, "--evaluate", "run", *words) == 2
+    out, err = capsys.readouterr()
+    assert len(json.loads(out.strip().splitlines()[-1])["returns"]) == 2 and "cannot write" in err
+
+
+def test_a_policy_holds_no_environment_open(ppo):
+    quick(ppo, "Single", num_envs=1, eval_episodes=1, eval_every=0)
+    policy = ppo.load_policy("run")
+    env = ppo.gym.make("odd_envs:Single-v0")  # only one may run
+    policy(env.reset(seed=1)[0])
+    env.close()
+
+
+def test_a_file_of_another_script_is_refused_by_name(ppo):
+    script = load_script("dqn")
+    quick(script)
+    for path in ("run", "run/best.pt"):
+        with pytest.raises(ppo.UsageError, match="was not saved by this script"):
+            ppo.load_policy(path)
+
+
+def test_a_name_of_a_folder_is_no_command(ppo, tmp_path):
+    folder = tmp_path / "$(touch hacked)"
+    folder.mkdir()
+    (folder / "copy.py").write_text(Path(ppo.__file__).read_text())
+    copy = load_script("a_copy", folder / "copy.py")
+    copy.train(copy.Args(**vars(short(ppo))))
+    assert not Path("hacked").exists() and not (tmp_path / "hacked").exists()
+
+
+@pytest.mark.parametrize("field, value", [("device", "gpu"), ("entropy_method", "x"), ("activation", "exp")])
+def test_choices_are_checked_in_python_too(ppo, field, value):
+    with pytest.raises(ppo.UsageError, match=f"--{field.replace('_', '-')} {value}: must be one of"):
+        quick(ppo, **{field: value})

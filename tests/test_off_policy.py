@@ -191,6 +191,30 @@ def test_updates_per_step_and_policy_delay_count_updates(both, seen, record, rat
     assert {tuple(given) for given, _ in moves} == pairs
 
 
+def updates() -> list[dict]:
+    return [row for row in progress() if "loss/critic" in row]
+
+
+def test_rewards_are_scaled_after_they_are_normalized(both):
+    """The other way round, the limit of 10 would be one of scaled rewards."""
+    quick(
+        both,
+        "Ones",
+        env_kwargs={"pay": 3.0, "actions": "box"},
+        gamma=0.0,
+        normalize_reward=True,
+        reward_scale=50,
+    )
+    assert updates()[-1]["q/target_mean"] == pytest.approx(500)
+
+
+def test_learning_may_start_with_the_last_step(both):
+    quick(both, learning_starts=192, total_timesteps=192)
+    assert "loss/critic" in updates()[-1]
+    with pytest.raises(both.UsageError, match="learning-starts 193"):
+        quick(both, run_dir="other", learning_starts=193, total_timesteps=192)
+
+
 @pytest.mark.parametrize("both", [x for x in FAMILY if has(x, "tau")], ids=NAME)
 def test_targets_move_by_tau_and_copy_the_statistics_of_layers(both):
     network, target = (torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)) for _ in range(2))

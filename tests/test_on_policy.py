@@ -148,6 +148,31 @@ def test_a_reward_is_learned_from_as_the_options_say(critics):
         assert row["reward/mean"] == row["reward/max"] == 3.0  # as the environment gave it
 
 
+def test_signs_of_rewards_can_be_normalized(critics):
+    """A sign comes first: afterwards it would undo the scale."""
+    quick(
+        critics, "Ones", "both", env_kwargs={"pay": 3.0}, gamma=0.5, clip_reward=True, normalize_reward=True
+    )
+    quick(critics, "Ones", "ones", env_kwargs={"pay": 1.0}, gamma=0.5, normalize_reward=True)
+    quick(critics, "Ones", "signs", env_kwargs={"pay": 3.0}, gamma=0.5, clip_reward=True)
+    (both,), (ones,), (signs,) = updates("both"), updates("ones"), updates("signs")
+    assert both["value/target_mean"] == ones["value/target_mean"] != signs["value/target_mean"]
+
+
+@pytest.mark.parametrize("name", ["reinforce", "grpo"])
+def test_only_episodes_that_are_learned_from_are_logged(name, monkeypatch):
+    """Environments that have played their share go on until the last one has, with short episodes."""
+    script, ended = load_script(name), []
+    count = script.Run.count
+    counted = lambda run, obs, reward, done, info: (
+        ended.append(done.sum()),
+        count(run, obs, reward, done, info),
+    )
+    monkeypatch.setattr(script.Run, "count", counted)
+    quick(script, "Walk", num_envs=4, episodes_per_update=8, total_timesteps=400)
+    assert sum(ended) == 8 * len(updates()) > 0
+
+
 @pytest.mark.parametrize("normalize", [True, False])
 def test_advantages_are_normalized_in_each_minibatch_or_not_at_all(critics, monkeypatch, normalize):
     calls = watch_loss(critics, monkeypatch)

@@ -633,6 +633,7 @@ def test_it_learns_to_learn():
     (dict(env_kwargs={"actions": "discrete"}), "bounded Box"),
     (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "image observations"),
     (dict(steps_prior=0), "--steps-prior 0"),
+    (dict(seed=3, eval_seed=3), "--eval-seed 3"),
     (dict(learning_starts=97), "--learning-starts 97"),
     (dict(steps_posterior=-1), "--steps-posterior -1"),
     (dict(env_id="PointRobot-v0"), "--env-kwargs"),

@@ -221,3 +221,17 @@ def test_a_maze_with_doors_shows_which_one_is_open():
                 passed += int(was_open)
                 assert obs[0] == 0
             assert end
+
+
+def test_a_policy_forgets_only_the_episodes_that_have_ended(ppo_lstm):
+    quick(ppo_lstm)
+    policy, obs = ppo_lstm.load_policy("run"), np.float32([[0.5] * 4, [-0.5] * 4])
+    obs = obs[:, : policy.env.env.observation_space.shape[0]]
+    policy(obs)
+    before = policy.info["memory"].clone()
+    policy.reset(np.array([True, False]))
+    assert (
+        not policy.info["memory"][0].any() and policy.info["memory"][1].equal(before[1]) and before[0].any()
+    )
+    policy.reset()
+    assert not policy.info

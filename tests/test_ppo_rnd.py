@@ -1,5 +1,6 @@
 """Random network distillation: what is new, how it is scaled, and that its returns never end."""
 
+from dataclasses import replace
 from functools import partial
 
 import conftest
@@ -7,7 +8,7 @@ import numpy as np
 import probe_envs
 import pytest
 import torch
-from conftest import CPU, ROOT, checkpoint, equal, load_script, progress
+from conftest import CPU, ROOT, checkpoint, equal, load_script, parts, progress
 
 
 @pytest.fixture
@@ -183,3 +184,14 @@ def test_both_values_learn(rnd):
     assert weight.any(1).all() and bias.all()  # a row for each
     (row,) = [row for row in progress() if "loss/value" in row]
     assert row["loss/value"] > 0 < row["loss/intrinsic_value"]
+
+
+def test_the_normalizer_starts_again_where_an_error_ended_its_first_steps(rnd, capsys):
+    args = short(rnd, "Fault", env_kwargs=dict(after=10**6), initial_obs_steps=40, num_steps=32, num_envs=2)
+    with pytest.raises(RuntimeError):
+        rnd.train(replace(args, env_kwargs=args.env_kwargs | dict(after=12)))
+    rnd.train(replace(args, run_dir="whole"))
+    assert 0 < checkpoint()["novelty"]["obs_norm.count"] < 40
+    again = rnd.parse_args(["--resume", "run"])
+    rnd.train(replace(again, env_kwargs=args.env_kwargs))
+    assert equal(parts(), parts("whole"))

@@ -400,7 +400,7 @@ def test_a_mask_of_another_length_and_one_that_allows_nothing_are_refused(ppo, m
     assert "2 entries in info['action_mask'], not 3" in capsys.readouterr().err
     monkeypatch.setattr(probe_envs.Masked, "mask", lambda env: np.zeros(3, np.int8))
     assert call_main(ppo, *flags(short(ppo, "Masked", "other", **FEW))) == 2
-    assert "action_mask allows no action at all" in capsys.readouterr().err
+    assert "action_mask forbids all actions" in capsys.readouterr().err
 
 
 def test_a_head_gives_all_probability_to_legal_choices(ppo):

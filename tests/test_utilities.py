@@ -403,7 +403,7 @@ def test_what_is_no_frame_is_refused_before_training(ppo, capsys, kind):
     args = short(ppo, "Films", env_kwargs={"render": kind}, eval_every=64, capture_video=True)
     assert call_main(ppo, *flags(args)) == 2
     (*_, line) = capsys.readouterr().err.strip().splitlines()
-    assert "Films-v0 cannot be filmed" in line and checkpoint()["run"]["env_steps"] == 0
+    assert "Films-v0: render() returns" in line and checkpoint()["run"]["env_steps"] == 0
 
 
 def test_an_environment_without_frames_is_refused_before_training(ppo):
@@ -573,7 +573,7 @@ def test_a_run_is_not_overwritten_and_a_branch_leaves_it_alone(ppo, capsys):
     assert call_main(ppo, "--resume", "run", "--run-dir", "new", "--total-timesteps", "640") == 0
     assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
     steps = [row["step"] for row in progress("new")]
-    assert min(steps) > 192 and max(steps) == 640  # a log of its own, and a best model
+    assert min(steps) == 192 and max(steps) == 640  # a log of its own, from its first evaluation on
     assert checkpoint("new", "best.pt")["run"]["env_steps"] in steps
     assert checkpoint("new")["args"]["run_dir"] == "new"
     assert call_main(ppo, "--resume", "new/checkpoint.pt", "--total-timesteps", "700") == 0
