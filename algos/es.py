@@ -16,7 +16,7 @@ Differences from the paper:
     it as in line 5.
  4. Policies are deterministic MLPs: argmax over choices, or the output itself for Box actions, on [-1, 1]
     rescaled to the bounds of the space. Images go through a CNN first (Mnih et al. 2015), without the
-    paper's virtual batch normalization.
+    paper's virtual batch normalization. Layers start orthogonal, with gain sqrt(2), the output with 0.01.
  5. Generations consist of whole episodes: training ends with the first that reaches total_timesteps.
 
     python algos/es.py --env-id CartPole-v1

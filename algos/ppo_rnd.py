@@ -13,6 +13,7 @@ Differences from the paper:
     episode earns nothing, since no action led to it.
  3. i_t is the mean over the outputs of f, not the sum: scaling removes the difference. It is clipped to +-10.
  4. Steps of the untrained policy, not of a random agent, initialize the normalizer of f and f'.
+ 5. After the CNN, f has one more hidden layer than the authors'. Units are ReLU, not leaky.
 
     python algos/ppo_rnd.py --env-id MountainCar-v0
 """

@@ -10,6 +10,7 @@ Differences from the paper:
  1. A time limit does not end the return: R_t bootstraps from the maximum of Q at the true final observation.
  2. Adam instead of RAdam.
  3. On Atari, losing a life does not end the episode.
+ 4. Layers start orthogonal, with gain sqrt(2), the output with gain 1.
 
     python algos/pqn.py --env-id CartPole-v1
 """

@@ -18,7 +18,7 @@ from pathlib import Path
 import gymnasium as gym
 import numpy as np
 import torch
-from gymnasium.spaces import flatten
+from gymnasium.spaces import MultiDiscrete, flatten
 from run import load_script
 
 
@@ -32,6 +32,21 @@ def load_run(path: Path):
     return script, script.load(path)
 
 
+def flat(mask) -> np.ndarray | None:
+    """A mask of legal choices as one array; for MultiDiscrete it may be a tuple of arrays."""
+    if mask is None:
+        return None
+    parts = mask if isinstance(mask, tuple) else [mask]
+    return np.concatenate([np.ravel(x) > 0 for x in parts]).astype(np.int8)
+
+
+def sample(space, mask: np.ndarray | None):
+    """A random action, a legal one if there is a mask."""
+    if mask is not None and isinstance(space, MultiDiscrete):
+        mask = tuple(np.split(mask, np.cumsum(space.nvec.ravel())[:-1]))
+    return space.sample(mask)
+
+
 def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.ndarray]:
     """Whole episodes of policy, or of random actions if it is None."""
     steps, lengths, nested = [], [], env.observation_space.shape is None
@@ -43,14 +58,13 @@ def play(env, policy, episodes: int, seed: int, greedy: bool) -> dict[str, np.nd
         if policy:
             policy.reset()
         while not over:
-            mask, before = info.get("action_mask"), keep(obs)  # some environments write into one array
-            legal = obs.get("action_mask", mask) if isinstance(obs, dict) else mask
-            legal = None if legal is None else np.asarray(legal, np.int8)
-            action = policy(obs, info, greedy=greedy) if policy else env.action_space.sample(legal)
+            mask, before = flat(info.get("action_mask")), keep(obs)  # some environments write into one array
+            legal = flat(obs.get("action_mask")) if isinstance(obs, dict) and mask is None else mask
+            action = policy(obs, info, greedy=greedy) if policy else sample(env.action_space, legal)
             next_obs, reward, terminated, truncated, next_info = env.step(action)
             step = dict(obs=before, action=np.array(action), reward=float(reward), next_obs=keep(next_obs))
             step |= dict(terminated=bool(terminated), truncated=bool(truncated))
-            steps.append(step | ({} if mask is None else {"action_mask": np.array(mask)}))
+            steps.append(step | ({} if mask is None else {"action_mask": mask}))
             obs, info, length, over = next_obs, next_info, length + 1, terminated or truncated
         lengths.append(length)
     return {name: np.stack([step[name] for step in steps]) for name in steps[0]} | {"lengths": lengths}

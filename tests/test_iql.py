@@ -463,6 +463,25 @@ def test_a_replay_buffer_is_written_as_it_was_played_episode_by_episode(tool, si
     quick("Boundary", dataset="replay.npz", total_timesteps=8)
 
 
+@pytest.mark.parametrize("kwargs", [
+    dict(where="info"), dict(where="bool"), dict(where="dict"), dict(where="info", multi=True),
+])  # fmt: skip
+def test_random_actions_obey_masks_wherever_they_are(tool, kwargs):
+    gym.register("Legal-v7", "odd_envs:Legal", kwargs=kwargs)  # it refuses illegal actions
+    try:
+        tool("--env-id", "Legal-v7", "--episodes", "3", "--out", "random.npz")
+        file = np.load("random.npz")
+        assert ("action_mask" in file) == (kwargs["where"] != "dict") and file["lengths"].tolist() == [10] * 3
+    finally:
+        gym.registry.pop("Legal-v7")
+
+
+def test_actions_of_several_kinds_cannot_be_recorded(tool, capsys):
+    with pytest.raises(SystemExit):
+        tool("--env-id", "odd_envs:Pair-v0", "--out", "joint.npz")
+    assert "Dict or Tuple actions" in capsys.readouterr().err and not Path("joint.npz").exists()
+
+
 @pytest.mark.parametrize("words, told", [
     (["--replay"], "a run"), (["run", "--env-id", "CartPole-v1"], "either"),
     (["run", "--replay"], "replay buffer"),

@@ -112,7 +112,7 @@ def test_the_first_error_counts_where_saving_fails_too(ppo, monkeypatch):
 def things() -> dict:
     """What a training must leave as it was: of the process, and of Python."""
     return {
-        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)],
+        "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
         "children": multiprocessing.active_children(),
         "threads": [thread.name for thread in threading.enumerate()],
         "files": sorted(os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")[:-1]

@@ -548,9 +548,9 @@ def test_families_show_any_space_as_a_vector(obs, size):
         (dict(env_id="Nowhere-v0"), "cannot make Nowhere-v0"),
         (dict(env_kwargs={"x": 1}), "PointNavigation-v0 has no --env-kwargs"),
         (dict(env_id="probe_envs:Spaces-v0", env_kwargs={"obs": "hwc", "action": "box"}), "has image"),
-        (dict(inner_lr=-1.0), "--inner-lr -1.0: must be from 0"),
-        (dict(meta_batch_size=0), "--meta-batch-size 0: must be from 1"),
-        (dict(inner_steps=-1), "--inner-steps -1: must be from 0"),
+        (dict(inner_lr=-1.0), "--inner-lr -1.0: must be at least 0"),
+        (dict(meta_batch_size=0), "--meta-batch-size 0: must be at least 1"),
+        (dict(inner_steps=-1), "--inner-steps -1: must be at least 0"),
     ],
 )
 def test_mistakes_end_before_training_in_one_line(changes, says, capsys):

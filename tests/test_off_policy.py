@@ -510,6 +510,6 @@ def test_a_smooth_policy_is_asked_for_by_the_distance_of_its_actions(both, recor
 
 
 def test_training_that_would_never_learn_is_refused(both, capsys):
-    assert call_main(both, "--total-timesteps", "1500", "--learning-starts", "1500") == 2
+    assert call_main(both, "--total-timesteps", "1500", "--learning-starts", "1501") == 2
     line = capsys.readouterr().err
-    assert "--learning-starts 1500" in line and "try 150" in line and line.count("\n") == 1
+    assert "--learning-starts 1501" in line and "try 150" in line and line.count("\n") == 1
