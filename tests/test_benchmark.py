@@ -383,7 +383,7 @@ def test_special_pictures_are_drawn_from_their_tables_in_few_colors(tmp_path, mo
     monkeypatch.setattr(figures, "PICTURES", tmp_path)
     monkeypatch.setattr(figures, "KNOWN", tmp_path / "figures.json")
     names = [name for name, figure in figures.FIGURES.items() if figure.draw is not figures.draw_cells]
-    assert len(names) == 8  # PEARL beside MAML, the T-maze and those of a table of their own
+    assert len(names) == 11  # PEARL beside MAML, the T-maze and those of a table of their own
     for name in names:
         figures.draw(name)
         with Image.open(tmp_path / f"{name}.png") as picture:

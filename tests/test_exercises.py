@@ -95,7 +95,7 @@ MISTAKES = {
     r"expected tensor of floats, shape \(\), got .* \(4,\)": ("vpg", "policy_loss", ".mean()", ""),
     r"NameError: name 'typo' is not defined \(line \d+\)": ("vpg", "policy_loss", "-(", "typo("),
     "expected tensor .* got array": ("vpg", "compute_gae", "torch.from_numpy(advantage)", "advantage"),
-    "your reward after the call": ("reinforce", "compute_returns", "reward.clone()", "reward"),
+    "your reward after the call": ("reinforce", "compute_returns", "reward.numpy().copy()", "reward.numpy()"),
     "expected a number, got NoneType": ("dqn", "epsilon_at", "return 1.0", "return None"),
     "expected 2 results, got 1": ("ppo", "policy_change", "return kl,", "return"),
 }
