@@ -1347,8 +1347,9 @@ class Run:
             if any(not torch.equal(x.cpu(), state["agent"][name]) for name, x in loaded):
                 raise ValueError("two of its networks are one here: see --shared-trunk")
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = [line.strip() for line in str(error).splitlines()][:2][-1:]  # PyTorch lists all layers
-            raise UsageError(f"{path} does not fit these arguments: {' '.join(reason)}") from None
+            headline, *layers = str(error).splitlines() or [""]
+            reason = layers[0].strip() if layers else headline  # the first of many layers says enough
+            raise UsageError(f"{path} does not fit these arguments: {reason}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
@@ -1590,8 +1591,9 @@ class Run:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
             what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
-            saved = f"; {self.folder} has the checkpoint of step {self.saved_at:,}"
-            raise FloatingPointError(what + saved * (self.saved_at >= 0))
+            if self.saved_at >= 0:
+                what += f"; {self.folder} has the checkpoint of step {self.saved_at:,}"
+            raise FloatingPointError(what)
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""

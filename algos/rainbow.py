@@ -19,8 +19,7 @@ Differences from the paper:
  2. Vectors go through an MLP. Noise applies to the last hidden layer and the output: to all layers after a
     CNN, as in the paper, but not to the first layers of a deep MLP.
  3. Near the end of an episode or of the buffer, a transition has only the k < n steps that remain.
- 4. Losing a life on Atari does not end an episode.
- 5. The gradient is clipped by its global norm.
+ 4. Losing a life on Atari does not end an episode. The gradient is clipped by its global norm.
 
     python algos/rainbow.py --env-id CartPole-v1
 """
@@ -1382,8 +1381,9 @@ class Run:
             if any(not torch.equal(x.cpu(), state["agent"][name]) for name, x in loaded):
                 raise ValueError("two of its networks are one here: see --shared-trunk")
         except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
-            reason = [line.strip() for line in str(error).splitlines()][:2][-1:]  # PyTorch lists all layers
-            raise UsageError(f"{path} does not fit these arguments: {' '.join(reason)}") from None
+            headline, *layers = str(error).splitlines() or [""]
+            reason = layers[0].strip() if layers else headline  # the first of many layers says enough
+            raise UsageError(f"{path} does not fit these arguments: {reason}") from None
         if self.args.init_from:
             return
         vars(self).update(state["run"], saved_at=state["run"]["env_steps"])
@@ -1625,8 +1625,9 @@ class Run:
         """Stops the run before a NaN or an infinity reaches a file."""
         if bad := [name for name, x in values.items() if not torch.as_tensor(x).isfinite().all()]:
             what = f"{', '.join(bad)} not finite at step {self.env_steps:,}"
-            saved = f"; {self.folder} has the checkpoint of step {self.saved_at:,}"
-            raise FloatingPointError(what + saved * (self.saved_at >= 0))
+            if self.saved_at >= 0:
+                what += f"; {self.folder} has the checkpoint of step {self.saved_at:,}"
+            raise FloatingPointError(what)
 
     def save(self, name: str, **parts) -> None:
         """Writes a whole file or none: a kill or a full disk leaves the previous one as it was."""

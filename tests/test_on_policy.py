@@ -169,7 +169,7 @@ def test_only_episodes_that_are_learned_from_are_logged(name, monkeypatch):
         count(run, obs, reward, done, info),
     )
     monkeypatch.setattr(script.Run, "count", counted)
-    quick(script, "Walk", num_envs=4, episodes_per_update=8, total_timesteps=400)
+    quick(script, "Boundary", num_envs=4, episodes_per_update=8, total_timesteps=400)
     assert sum(ended) == 8 * len(updates()) > 0
 
 
